@@ -1,0 +1,216 @@
+"""configurator.py, through a small script that is run as a user runs it."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SCRIPT = '''"""Train a thing.
+
+python demo.py config/a.py"""
+import sys
+from math import pi
+
+sys.path.insert(0, sys.argv.pop(1))
+from configurator import configure
+
+# ---- output ----
+out_dir = 'out'   # where files go
+compile = True    # a name that is also a builtin
+# ---- data ----
+# this line is a remark
+batch_size = 12   # rows per micro-batch
+                  # on each rank
+accumulation = 5 * 8
+seed = start = 0
+# ---- optimizer ----
+grad_clip = 1.0   # '#' is no comment in a string; 0 disables
+mark = '#'        # after a hash
+checkpointing = False  # False | 'full' | "selective"
+end_step = None   # None: to the end
+reshard = None    # None | True | False | 'auto'
+_hidden = 3
+pair = (1, 2)
+left, right = 1, 2
+# ---- end ----
+config, given = configure(globals())
+later = 5
+
+def unused():
+    # a comment that belongs to no setting
+    return later  # nor does this
+
+import json
+assert all(globals()[name] == value for name, value in config.items())
+print(json.dumps([list(config.items()), sorted(given)]))
+'''
+NAMES = 'out_dir compile batch_size accumulation seed start grad_clip mark checkpointing end_step reshard'.split()
+
+
+@pytest.fixture
+def demo(tmp_path):
+    """run(*args, rc=0) -> (config dict, given) or, where rc is not 0, the one line on stderr."""
+    (tmp_path / 'demo.py').write_text(SCRIPT)
+
+    def run(*args, rc=0, cwd=tmp_path, raw=False):
+        done = subprocess.run([sys.executable, '-W', 'error', str(tmp_path / 'demo.py'), ROOT, *args], cwd=cwd,
+                              capture_output=True, text=True)
+        assert done.returncode == rc, done.stderr
+        if rc:
+            assert done.stdout == '' and done.stderr.count('\n') == 1 and 'Traceback' not in done.stderr
+            return done.stderr
+        assert done.stderr == ''
+        if raw:
+            return done.stdout
+        items, given = json.loads(done.stdout)
+        return dict(items), given
+    return run
+
+
+def test_defaults_in_source_order(demo):
+    config, given = demo()
+    assert list(config) == NAMES and given == []
+    assert config['accumulation'] == 40 and config['out_dir'] == 'out' and config['end_step'] is None
+
+
+def test_command_line_values(demo):
+    for args, name, value in [
+        (['--batch_size=4'], 'batch_size', 4), (['--batch_size=-4'], 'batch_size', -4),
+        (['--batch_size=4', '--batch_size=5'], 'batch_size', 5),
+        (['--grad_clip=1'], 'grad_clip', 1.0), (['--grad_clip=3e-4'], 'grad_clip', 3e-4),
+        (['--start=0'], 'start', 0), (['--out_dir=0'], 'out_dir', '0'), (['--out_dir=a=b'], 'out_dir', 'a=b'),
+        (['--out_dir='], 'out_dir', ''), (['--out_dir=--x.py'], 'out_dir', '--x.py'),
+        (['--out_dir=None'], 'out_dir', 'None'),
+        (['--out_dir=two words'], 'out_dir', 'two words'), (['--out_dir="q"'], 'out_dir', '"q"'),
+        (['--compile=False'], 'compile', False), (['--compile=false'], 'compile', False),
+        (['--compile=0'], 'compile', False),
+        (['--compile=True'], 'compile', True), (['--compile=1'], 'compile', True),
+        (['--checkpointing=full'], 'checkpointing', 'full'),
+        (['--checkpointing=selective'], 'checkpointing', 'selective'),
+        (['--checkpointing=False'], 'checkpointing', False),
+        (['--end_step=7'], 'end_step', 7), (['--end_step=None'], 'end_step', None),
+        (['--reshard=True'], 'reshard', True), (['--reshard=auto'], 'reshard', 'auto'), (['--reshard=8'], 'reshard', 8),
+    ]:
+        config, given = demo(*args)
+        assert config[name] == value and type(config[name]) is type(value), args
+        assert given == [name]
+
+
+@pytest.mark.parametrize('args, words', [
+    (['--batch_size', '4'], ['--batch_size:', '--name=value', '.py', 'batch_size']),
+    (['stray'], ['stray', '--name=value', '.py', 'nearest name: start']),
+    (['4'], ['demo.py: 4:', '--name=value', '.py']),
+    (['batch_size=4'], ['batch_size=4', '--name=value', 'nearest name: batch_size']),
+    (['-batch_size=4'], ['-batch_size=4', '--name=value', 'nearest name: batch_size']),
+    (['--batch_sise=4'], ['--batch_sise=4', "'batch_sise'", 'nearest name: batch_size']),
+    (['--Batch-Size=4'], ['--Batch-Size=4', 'nearest name: batch_size']),
+    (['--'], ['--:', '--name=value']), ([''], ['--name=value']), (['--=3'], ['--=3', '--name=value']),
+    (['a\nb'], ['a b', '--name=value']),
+    (['--later=4'], ['later', 'nearest name']), (['--_hidden=4'], ['_hidden', 'nearest name']),
+    (['--pi=3'], ["'pi'", 'nearest name']), (['--left=3'], ["'left'", 'nearest name']),
+    (['--batch_size=x'], ['--batch_size=x', 'an int', "'x'"]), (['--batch_size=1.5'], ['an int', '1.5']),
+    (['--batch_size='], ['--batch_size=:', 'an int']), (['--batch_size=True'], ['an int', 'True']),
+    (['--batch_size=None'], ['an int', 'None']),
+    (['--grad_clip=big'], ['number', "'big'"]), (['--grad_clip=nan'], ['number', 'nan']),
+    (['--grad_clip=1e999'], ['number', 'inf']), (['--grad_clip=True'], ['number', 'True']),
+    (['--compile=yes'], ['True or False', "'yes'"]), (['--compile=2'], ['True or False', '2']),
+    (['--checkpointing=ful'], ["'full'", "'selective'", 'False', "'ful'"]),
+    (['--checkpointing=True'], ["False or 'full' or 'selective', not True"]),
+    (['--end_step=1.5'], ['int', 'None', '1.5']), (['--end_step=False'], ['int', 'None', 'False']),
+    (['--reshard=aut'], ["'auto'", 'None', 'True']),
+    (['none.py'], ['none.py', 'no such config file']), (['--x=1', 'none.py'], ["'x'"]),
+])
+def test_bad_argument(demo, args, words):
+    line = demo(*args, rc=2)
+    assert line.startswith('demo.py: ') and all(word in line for word in words), line
+
+
+def test_config_files(demo, tmp_path):
+    (tmp_path / 'a.py').write_text('# settings computed as people do\nimport time\nfrom math import sqrt\n'
+                                   'out_dir = "ft-" + str(time.time())[:1]\nbatch_size = 6 * 2\n_n = 2\n'
+                                   'seed = batch_size + _n\n'
+                                   'grad_clip = 2\ndef f(): return accumulation\nstart = f()\nif compile: end_step = 9\n')
+    (tmp_path / 'b.py').write_text('seed += 1\ncheckpointing = "full"')
+    config, given = demo('a.py', 'b.py')
+    assert given == ['batch_size', 'checkpointing', 'end_step', 'grad_clip', 'out_dir', 'seed', 'start']
+    assert list(config) == NAMES and config['grad_clip'] == 2.0 and type(config['grad_clip']) is float
+    assert (config['seed'], config['start'], config['end_step'], config['out_dir'][:3]) == (15, 40, 9, 'ft-')
+    assert demo('b.py', 'a.py')[0]['seed'] == 14  # in the order given
+    assert demo('--seed=3', 'a.py', 'b.py')[0]['seed'] == 3  # the command line wins wherever it stands
+    assert demo(str(tmp_path / 'a.py'), cwd=ROOT)[0]['seed'] == 14
+
+
+@pytest.mark.parametrize('text, words', [
+    ('seed = 1\nbatch_sise = 4\n', ['bad.py:2:', "'batch_sise'", 'nearest name: batch_size']),
+    ('seed = 1\n\nbatch_size = "4"\n', ['bad.py:3:', 'batch_size', 'an int', "'4'"]),
+    ('compile = 1\n', ['bad.py:1:', 'compile', 'True or False']),
+    ('batch_size = 1.0\n', ['bad.py:1:', 'batch_size', 'an int']),
+    ('out_dir = 3\n', ['bad.py:1:', 'out_dir', 'a string']), ('out_dir = None\n', ['a string']),
+    ('grad_clip = float("nan")\n', ['grad_clip', 'number']),
+    ('checkpointing = "half"\n', ['checkpointing', "'full'", "'half'"]),
+    ('import os\nseed = os\n', ['bad.py:2:', 'seed', 'an int']),
+    ('seed = [1]\n', ['seed', 'an int']),
+    ('seed = 1\nbatch_size = = 4\n', ['bad.py:2:', 'SyntaxError']),
+    ('seed = 1\nseed = nowhere\n', ['bad.py:2:', 'NameError', 'nowhere']),
+    ('def f():\n    return 1 / 0\nseed = f()\n', ['bad.py:2:', 'ZeroDivisionError']),
+    ('seed = 1\nraise ValueError("two\\nlines")', ['bad.py:2:', 'two lines']),
+    ('import sys\nsys.exit("stop")', ['bad.py:2:', 'SystemExit', 'stop']),
+    ('seed = "\0"', ['bad.py:1:']),
+    ('from math import pi\n', ['bad.py:1:', "'pi'"]),
+])
+def test_bad_config_file(demo, tmp_path, text, words):
+    (tmp_path / 'bad.py').write_text(text)
+    line = demo('bad.py', rc=2)
+    assert line.startswith('demo.py: ') and all(word in line for word in words), line
+
+
+def test_config_is_looked_up_beside_configurator(tmp_path):
+    """config/x.py works from any directory: the working directory comes first, then the configurator's own folder."""
+    repo, away = tmp_path / 'repo', tmp_path / 'away'
+    (repo / 'config').mkdir(parents=True), away.mkdir()
+    (repo / 'configurator.py').write_bytes(open(os.path.join(ROOT, 'configurator.py'), 'rb').read())
+    (repo / 'run.py').write_text('from configurator import configure\nsize = 1\nconfigure(globals())\nprint(size)\n')
+    (repo / 'config' / 'x.py').write_text('size = 2')
+
+    def size():
+        return subprocess.run([sys.executable, str(repo / 'run.py'), 'config/x.py'], cwd=away, capture_output=True,
+                              text=True, check=True).stdout
+    assert size() == '2\n'
+    (away / 'config').mkdir(), (away / 'config' / 'x.py').write_text('size = 3')
+    assert size() == '3\n'
+
+
+@pytest.mark.parametrize('args', [['--help'], ['-h'], ['--seed=1', 'nothing.py', '--help']])
+def test_help(demo, args):
+    text = demo(*args, raw=True)
+    lines = text.splitlines()
+    assert text.startswith('Train a thing.') and 'usage: python demo.py [config.py ...] [--name=value ...]' in lines
+    order = [lines.index(title) for title in ('output:', 'data:', 'optimizer:')]
+    assert order == sorted(order) and 'end:' not in lines and 'remark' not in text
+    rows = {line.split('=')[0].strip(): (i, line) for i, line in enumerate(lines) if line.startswith('  --')}
+    assert list(rows) == ['--' + name for name in NAMES]
+    assert order[1] < rows['--batch_size'][0] < order[2] < rows['--grad_clip'][0]
+    assert rows['--batch_size'][1].split(None, 1) == ['--batch_size=12', 'rows per micro-batch on each rank']
+    assert rows['--mark'][1].split(None, 1) == ["--mark='#'", 'after a hash']
+    assert rows['--grad_clip'][1].endswith("'#' is no comment in a string; 0 disables")
+    assert rows['--reshard'][1].endswith("None | True | False | 'auto'")
+    assert 'belongs' not in text and 'nor does' not in text
+    assert max(map(len, lines)) <= 120
+
+
+def test_help_with_plain_section_comments(tmp_path):
+    (tmp_path / 'run.py').write_text(
+        f'import sys\nsys.path.insert(0, {ROOT!r})\nfrom configurator import configure\n# ' + '-' * 77 +
+        '\n# defaults for a small run\n# data\nsize = 1  # ' + 'word ' * 40 +
+        '\n# model\nwide = 2\n# ' + '-' * 77 + '\nconfigure(globals())\n')
+    env = {**os.environ, 'COLUMNS': '80'}
+    out = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env=env, capture_output=True, text=True,
+                         check=True).stdout
+    lines = out.splitlines()
+    assert lines.index('data:') < lines.index('model:') and 'defaults' not in out
+    assert max(map(len, lines)) <= 80 and out.count('word') == 40
+    silent = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env={**env, 'LOCAL_RANK': '1'},
+                            capture_output=True, text=True, check=True)
+    assert silent.stdout == silent.stderr == ''
