@@ -1,0 +1,17 @@
+"""Tiny Shakespeare in GPT-2 tokens: train.bin, val.bin and meta.json in this folder.
+
+python data/shakespeare/prepare.py [--input FILE] [--out_dir FOLDER]
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tokenbins import cut_at_nine_tenths, get_tokenizer, publish, shakespeare
+
+if __name__ == "__main__":
+    text, source, out_dir = shakespeare(__file__, __doc__)
+    tokenizer = get_tokenizer("gpt2")
+    train, val = cut_at_nine_tenths(text)
+    publish(out_dir, {"train": tokenizer.encode(train), "val": tokenizer.encode(val)}, {
+        "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot, "source": source,
+        "documents": 1, "bytes": len(text.encode("utf-8", "replace"))})
