@@ -131,7 +131,8 @@ def test_config_files(demo, tmp_path):
     (tmp_path / 'a.py').write_text('# settings computed as people do\nimport time\nfrom math import sqrt\n'
                                    'out_dir = "ft-" + str(time.time())[:1]\nbatch_size = 6 * 2\n_n = 2\n'
                                    'seed = batch_size + _n\n'
-                                   'grad_clip = 2\ndef f(): return accumulation\nstart = f()\nif compile: end_step = 9\n')
+                                   'grad_clip = 2\ndef f(): return accumulation\nstart = f()\n'
+                                   'if compile: end_step = 9\n')
     (tmp_path / 'b.py').write_text('seed += 1\ncheckpointing = "full"')
     config, given = demo('a.py', 'b.py')
     assert given == ['batch_size', 'checkpointing', 'end_step', 'grad_clip', 'out_dir', 'seed', 'start']
