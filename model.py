@@ -1,0 +1,341 @@
+"""
+GPT-2 as plain PyTorch modules, and how each layer's backward yields per-sample gradient dot products ("ghost").
+This file knows nothing of ranks, devices or training loops.
+
+Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
+FLOPs per token: Appendix B of PaLM (Chowdhery et al. 2022); ghost: "Data Shapley in One Training Run" (arXiv:2406.11011).
+
+Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
+"""
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024     # longest context, tokens
+    vocab_size: int = 50304    # rows of the embedding: GPT-2's 50257 padded to a multiple of 64, which the GPU prefers
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0       # probability
+    bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
+    gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
+
+
+# ---- layers, each with its ghost branch ------------------------------------------------------------------------------
+# Ghost mode answers: what is <grad l_i, G> for every sample i, with G the gradient of a validation loss? Give sample i
+# the parameters theta + s_i G with s_i = 0; then d l_i / d s_i is the answer. Each layer y = f(x; theta) is linear in
+# its parameters, so its share of that derivative is sum_t dy_it . f(x_it; G): the backward pass has all it takes, and
+# hands it out as the gradient of s. No hooks, no per-sample gradients in memory, and .grad is what it always was.
+# A layer's `s` is an iterator over zeros (B,), one per parameter in the order of named_parameters(); None: ghost is off.
+
+class Tap(torch.autograd.Function):
+    """The identity on y (B,T,n) = f(x; w, b), whose backward adds the gradients of s_w and s_b (each (B,))."""
+
+    @staticmethod
+    def forward(ctx, y, kind, x, G_w, G_b, s_w, s_b):
+        ctx.save_for_backward(x, G_w, G_b)
+        ctx.kind = kind
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, G_w, G_b = ctx.saved_tensors
+        acc = torch.promote_types(dy.dtype, torch.float32)
+        if ctx.kind == 'linear':                    # sum_t dy_t . (G x_t), through the narrower of the two sides
+            x, G = x.to(dy.dtype), G_w.to(dy.dtype)
+            a, b = (dy @ G, x) if G.size(0) > G.size(1) else (F.linear(x, G), dy)
+        elif ctx.kind == 'embedding':               # x: token ids (B,T), or positions (T,) that all samples share
+            a, b = dy, F.embedding(x, G_w)
+        else:                                       # layernorm: dy . (normalised x * G)
+            a, b = dy, F.layer_norm(x.to(acc), G_w.shape, G_w.to(acc))
+        ds_w = (a.to(acc) * b.to(acc)).flatten(1).sum(1)
+        ds_b = None if G_b is None else dy.sum(1, dtype=acc) @ G_b.to(acc)
+        return dy, None, None, None, None, ds_w, ds_b
+
+
+def tap(module, kind, y, x, s):
+    G_b = getattr(module, 'ghost_bias', None)
+    return Tap.apply(y, kind, x, module.ghost_weight, G_b, next(s), None if G_b is None else next(s))
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x, s=None):
+        y = F.linear(x, self.weight, self.bias)
+        return y if s is None else tap(self, 'linear', y, x, s)
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, idx, s=None):
+        y = F.embedding(idx, self.weight)
+        return y if s is None else tap(self, 'embedding', y, idx, s)
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x, s=None):
+        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return y if s is None else tap(self, 'layernorm', y, x, s)
+
+
+# ---- the transformer -------------------------------------------------------------------------------------------------
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x, s=None, cache=None):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x, s).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B,H,T,D) each
+        if cache is not None:   # (k, v) of the tokens before; None inside: this is the first call
+            if cache:
+                k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+            cache[:] = k, v
+        # one new token may look at every cached one, so only a whole sequence needs the causal mask
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return F.dropout(self.c_proj(y, s), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gelu, self.dropout = config.gelu, config.dropout
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x, s=None):
+        x = F.gelu(self.c_fc(x, s), approximate=self.gelu)   # (B,T,4C)
+        return F.dropout(self.c_proj(x, s), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config)
+        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, s=None, cache=None):   # s: a tuple, this block's rows of the ghost table
+        s = None if s is None else iter(s)
+        x = x + self.attn(self.ln_1(x, s), s, cache)
+        x = x + self.mlp(self.ln_2(x, s), s)
+        if s is not None and next(s, None) is not None:
+            raise RuntimeError('ghost: a layer of this block has parameters but was called without s')
+        return x
+
+
+class GPT(nn.Module):
+    """
+    GPT-2 with tied embeddings. `forward(idx, targets)` gives the training loss, `forward(idx)` the next token's logits.
+
+    >>> model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=256))
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f'n_embd {config.n_embd} is not divisible by n_head {config.n_head}')
+        self.config = config
+        self.transformer = nn.ModuleDict(dict(
+            wte=Embedding(config.vocab_size, config.n_embd),
+            wpe=Embedding(config.block_size, config.n_embd),
+            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            ln_f=LayerNorm(config.n_embd, bias=config.bias)))
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.tie()
+        for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
+            for projection in (block.attn.c_proj, block.mlp.c_proj):
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    def tie(self):
+        """One tensor embeds tokens and scores them; call again after whatever replaces parameters."""
+        self.lm_head.weight = self.transformer.wte.weight
+        if hasattr(self.lm_head, 'ghost_weight'):
+            self.lm_head.ghost_weight = self.transformer.wte.ghost_weight
+
+    def forward(self, idx, targets=None, s=None, cache=None):
+        """
+        idx (B,T) int64 token ids, T <= block_size.
+        targets (B,T) int64: returns the mean token loss of each sample, (B,) nats, at least float32.
+        No targets: returns the logits after the last token, (B,V).
+        s (P,B) zeros that require grad, P = the number of parameters (tied ones once): after backward, s.grad[p, i] is
+        <gradient of parameter p from sample i's share of the loss, ghost_p>. cache: as generate() makes it.
+        """
+        h, L = self.transformer.h, self.config.n_layer
+        past = cache[0][0].size(2) if cache and cache[0] else 0
+        pos = torch.arange(past, past + idx.size(1), device=idx.device)               # (T,)
+        s_wte = s_wpe = s_ln_f = s_head = None
+        s_h = [None] * L
+        if s is not None:     # rows in the order of named_parameters(): wte, wpe, the blocks, ln_f; the head is wte again
+            rows, top = s.unbind(0), 3 + self.config.bias
+            n = (len(rows) - top) // L
+            s_wte, s_wpe, s_ln_f, s_head = iter(rows[:1]), iter(rows[1:2]), iter(rows[2 - top:]), iter(rows[:1])
+            s_h = [rows[2 + i * n:2 + (i + 1) * n] for i in range(L)]
+        x = self.transformer.wte(idx, s_wte)                                          # (B,T,C)
+        # positions are expanded before the tap, since their dy has to stay per sample
+        p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)
+        x = x + (p if s is None else tap(self.transformer.wpe, 'embedding', p, pos, s_wpe))
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype) if dtype == torch.bfloat16 else x   # a bfloat16 residual stream halves its traffic
+        x = F.dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(h):
+            x = block(x, s_h[i], None if cache is None else cache[i])
+        if targets is None:
+            return self.lm_head(self.transformer.ln_f(x[:, -1]))                      # (B,V)
+        return self.loss(x, targets, s_ln_f, s_head)
+
+    def loss(self, x, targets, s_ln_f=None, s_head=None):
+        """x (B,T,C) of the last block, targets (B,T): the mean token loss of each sample, (B,)."""
+        logits = self.lm_head(self.transformer.ln_f(x, s_ln_f), s_head)               # (B,T,V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction='none').view(targets.shape).mean(1)
+
+    def add_ghost(self):
+        """
+        Register a frozen `ghost_<name>` of the same shape beside every parameter, to hold the validation gradient.
+        Call before compiling, wrapping or building an optimizer. Returns the names of the ghost table's rows, tied
+        parameters once. Raises ValueError naming a layer whose dot products model.py does not know how to compute.
+        """
+        names = [name for name, _ in self.named_parameters()]
+        ghosts = {}
+        for name, module in self.named_modules():
+            own = list(module.named_parameters(recurse=False))
+            if own and type(module) not in (Linear, Embedding, LayerNorm):
+                raise ValueError(f'ghost does not cover {name} ({type(module).__name__}); use the layers of model.py')
+            for k, p in own:
+                ghosts.setdefault(p, nn.Parameter(torch.zeros_like(p), requires_grad=False))
+                module.register_parameter(f'ghost_{k}', ghosts[p])
+        return names
+
+    def param_groups(self, weight_decay):
+        """AdamW's two groups: matrices and embeddings decay, biases and norms do not. Each parameter is in exactly one."""
+        params = [p for p in self.parameters() if p.requires_grad]   # tied ones come once; ghost_* are frozen
+        return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
+                {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+
+    def num_params(self, positions=True):
+        """Number of parameters, tied ones once, ghost_* not at all; positions=False leaves out wpe."""
+        n = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return n if positions else n - self.transformer.wpe.weight.numel()
+
+    def flops_per_token(self):
+        """FLOPs of forward and backward per token of a full context: 6 N for the weights, 12 L C T for attention."""
+        c = self.config
+        return 6 * self.num_params(positions=False) + 12 * c.n_layer * c.n_embd * c.block_size
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, vocab_size=None, bos=0,
+                 generator=None, use_cache=True):
+        """
+        Continue idx (B,T) int64 by max_new_tokens; returns (B, T + max_new_tokens).
+        temperature 0 is greedy. top_k keeps the k likeliest tokens, top_p the fewest whose probabilities reach p.
+        vocab_size: ids from here on are padding and never drawn. An empty prompt starts from bos, which is not returned.
+        The context is the last block_size tokens. With use_cache each step feeds one token while everything fits.
+        """
+        if temperature < 0:
+            raise ValueError(f'temperature {temperature}: must be >= 0 (0 is greedy)')
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f'top_p {top_p}: must be above 0 and at most 1')
+        if top_k is not None and top_k < 1:
+            raise ValueError(f'top_k {top_k}: must be at least 1')
+        block_size, empty = self.config.block_size, idx.size(1) == 0
+        if empty:
+            idx = idx.new_full((len(idx), 1), bos)
+        cache = [[] for _ in self.transformer.h] if use_cache else None
+        for _ in range(max_new_tokens):
+            if idx.size(1) > block_size:    # the window slides, every position changes, nothing cached is of use
+                logits = self(idx[:, -block_size:])
+            else:
+                logits = self(idx[:, -1:] if cache and cache[0] else idx, cache=cache)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            logits[:, vocab_size:] = -torch.inf if vocab_size is not None else logits[:, vocab_size:]
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial(_probabilities(logits / temperature, top_k, top_p), 1, generator=generator)
+            idx = torch.cat((idx, new), 1)
+        return idx[:, 1:] if empty else idx
+
+
+def _probabilities(logits, top_k, top_p):   # (B,V) -> (B,V)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(-1)
+    if top_p is not None:
+        p, order = probs.sort(descending=True)
+        p[p.cumsum(-1) - p >= top_p] = 0    # a token stays while those before it have not reached top_p
+        probs = torch.zeros_like(probs).scatter(-1, order, p)
+    return probs
+
+
+# ---- speed of light ---------------------------------------------------------------------------------------------------
+
+# dense bfloat16 FLOP/s (float16 before Ampere), from the vendors' datasheets; the first name found in the device's wins
+PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'GH200': 989e12,
+              'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'A40': 150e12,
+              'A30': 165e12, 'A10': 125e12, 'A6000': 155e12, 'RTX 6000 Ada': 364e12, 'V100': 125e12, 'T4': 65e12,
+              'RTX 5090': 210e12, 'RTX 4090': 165e12, 'RTX 4080': 97e12, 'RTX 3090': 71e12, 'RTX 3080': 60e12}
+
+
+def peak_flops(device_name):
+    """Peak FLOP/s of a card by its name as torch.cuda.get_device_name() gives it; None if unknown."""
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+
+
+# ---- weights in Hugging Face form ---------------------------------------------------------------------------------------
+
+TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')   # kept (in, out) there
+
+
+def load_hf(path):
+    """
+    Read a GPT-2 folder in Hugging Face form (config.json, model.safetensors).
+    Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported.
+    """
+    from safetensors.torch import load_file
+    path = Path(path)
+    for name in ('config.json', 'model.safetensors'):
+        if not (path / name).is_file():
+            raise ValueError(f'{path} has no {name}; expected a GPT-2 folder in Hugging Face form')
+    c = json.loads((path / 'config.json').read_text(encoding='utf-8'))
+    gelu = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}.get(c.get('activation_function', 'gelu_new'))
+    wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
+              'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
+    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c['n_embd'])}
+    if gelu is None or odd:
+        raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
+    model_args = dict(n_layer=c['n_layer'], n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
+                      block_size=c.get('n_positions', 1024), bias=True, gelu=gelu)
+    state = {}
+    for name, w in load_file(path / 'model.safetensors').items():
+        name = name.removeprefix('transformer.')
+        if name != 'lm_head.weight' and not name.endswith(('attn.bias', 'attn.masked_bias')):   # those two are old masks
+            state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
+    state['lm_head.weight'] = state['transformer.wte.weight']
+    with torch.device('meta'):
+        expected = {k: v.shape for k, v in GPT(GPTConfig(**model_args)).state_dict().items()}
+    wrong = [k for k in expected.keys() | state.keys() if k not in state or expected.get(k) != state[k].shape]
+    if wrong:
+        raise ValueError(f'{path}/model.safetensors does not fit its config.json: {", ".join(sorted(wrong)[:3])}')
+    return model_args, state
