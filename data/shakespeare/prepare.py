@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import cut_at_nine_tenths, get_tokenizer, publish, shakespeare
+from tokenbins import cut_at_nine_tenths, get_tokenizer, shakespeare, write_small
 
 if __name__ == "__main__":
     text, source, out_dir = shakespeare(__file__, __doc__)
     tokenizer = get_tokenizer("gpt2")
     train, val = cut_at_nine_tenths(text)
-    publish(out_dir, {"train": tokenizer.encode(train), "val": tokenizer.encode(val)}, {
-        "vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot, "source": source,
-        "documents": 1, "bytes": len(text.encode("utf-8", "replace"))})
+    write_small(out_dir, tokenizer, train, val, source=source)

@@ -1,0 +1,16 @@
+"""FineWeb-Edu, the sample of 10 billion tokens: 9.7 million documents in 14 parquet files, 28 GB to download.
+
+python data/fineweb_edu/prepare.py                     downloads the files, one after the other
+python data/fineweb_edu/prepare.py --num_docs=100000   a part: only the files that hold it are downloaded
+python data/fineweb_edu/prepare.py --input=FOLDER      from files that are there already
+"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tokenbins import hub_files, options, prepare
+
+if __name__ == "__main__":
+    args = options(__doc__, __file__).parse_args()
+    repo = "HuggingFaceFW/fineweb-edu"
+    prepare(args, None if args.input else hub_files(repo, ("main", "sample/10BT")), f"{repo} sample/10BT")
