@@ -37,7 +37,7 @@ def configure(namespace, argv=None):
 
     def put(name, value, where):
         try:
-            config[name] = check(value, defaults[name], comments[name])
+            config[name] = check(value, listed(defaults[name], comments[name]))
         except ValueError as error:
             fail(f'{where}: {name} takes {error}, not {value!r}')
         given.add(name)
@@ -63,7 +63,7 @@ def configure(namespace, argv=None):
             put(name, value, f'{path}:{line}')
     for arg in [a for a in argv if a.startswith('--')]:
         name, _, text = arg[2:].partition('=')
-        put(name, from_text(text, defaults[name]), arg)
+        put(name, from_text(text, listed(defaults[name], comments[name])), arg)
     namespace.update(config)
     return config, given
 
@@ -111,27 +111,30 @@ def run_config(path, config, fail):
         name.startswith('_') or callable(value) or isinstance(value, type(os)))}
 
 
-def from_text(text, default):
-    """The value a command-line text means: verbatim for a str default, else int, float, bool, None, or the text."""
-    if isinstance(default, str):
-        return text
-    if isinstance(default, bool) and text in ('0', '1'):
+def listed(default, comment):
+    """The default, then what its comment lists between bars, as in  False | 'full' | 'selective'  or  'auto' | True."""
+    words = re.findall(r"'[\w.-]*'|\"[\w.-]*\"|(?<=\|)\s*(?:True|False|None)\b|\b(?:True|False|None)(?=\s*\|)", comment)
+    return [default, *(ast.literal_eval(word.strip()) for word in words if '|' in comment)]
+
+
+def from_text(text, choices):
+    """The value a command-line text means: verbatim for a str default (choices[0]) but for a bool or None it lists."""
+    word = {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}.get(text, text)
+    if isinstance(choices[0], (bool, str)) and text in ('0', '1') and any(isinstance(c, bool) for c in choices):
         return text == '1'
+    if isinstance(choices[0], str):
+        return word if any(type(word) is type(c) and word == c for c in choices) else text
     for number in (int, float):
         try:
             return number(text)
         except ValueError:
             pass
-    return {'True': True, 'true': True, 'False': False, 'false': False, 'None': None}.get(text, text)
+    return word
 
 
-def check(value, default, comment):
-    """`value` if it suits a setting with this default and comment (int becomes float); ValueError says what would.
-
-    A comment with a bar, such as  False | 'full' | 'selective', lists values to accept beside the default's type.
-    """
-    listed = re.findall(r"'[\w.-]*'|\"[\w.-]*\"|\b(?:True|False|None)\b", comment) if '|' in comment else []
-    choices, kind = [default, *map(ast.literal_eval, listed)], int if default is None else type(default)
+def check(value, choices):
+    """`value` if it suits the default, choices[0], or is another choice (int becomes float); ValueError: what would."""
+    default, kind = choices[0], int if choices[0] is None else type(choices[0])
     closed = kind is bool and any(isinstance(c, str) for c in choices)  # False | 'full': True is not among them
     if any(type(value) is type(c) and value == c for c in choices):
         return value
@@ -140,7 +143,7 @@ def check(value, default, comment):
     if type(value) is kind is not float and not closed:
         return value
     forms = [] if closed else [{int: 'an int', float: 'a finite number', str: 'a string', bool: 'True or False'}[kind]]
-    forms += [repr(c) for c in choices if closed or default is None or c is not default and kind is not str]
+    forms += [repr(c) for c in choices if closed or default is None or c is not default and type(c) is not kind]
     raise ValueError(' or '.join(dict.fromkeys(forms)))
 
 

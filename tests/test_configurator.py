@@ -31,6 +31,8 @@ mark = '#'        # after a hash
 checkpointing = False  # False | 'full' | "selective"
 end_step = None   # None: to the end
 reshard = None    # None | True | False | 'auto'
+dtype = 'auto'    # 'auto' (None of your business) | 'float32'
+fuse = 'auto'     # 'auto' | True | False
 _hidden = 3
 pair = (1, 2)
 left, right = 1, 2
@@ -46,7 +48,8 @@ import json
 assert all(globals()[name] == value for name, value in config.items())
 print(json.dumps([list(config.items()), sorted(given)]))
 '''
-NAMES = 'out_dir compile batch_size accumulation seed start grad_clip mark checkpointing end_step reshard'.split()
+NAMES = ('out_dir compile batch_size accumulation seed start grad_clip mark checkpointing end_step reshard '
+         'dtype fuse').split()
 
 
 @pytest.fixture
@@ -92,6 +95,9 @@ def test_command_line_values(demo):
         (['--checkpointing=False'], 'checkpointing', False),
         (['--end_step=7'], 'end_step', 7), (['--end_step=None'], 'end_step', None),
         (['--reshard=True'], 'reshard', True), (['--reshard=auto'], 'reshard', 'auto'), (['--reshard=8'], 'reshard', 8),
+        (['--dtype=float32'], 'dtype', 'float32'), (['--dtype=None'], 'dtype', 'None'), (['--dtype=1'], 'dtype', '1'),
+        (['--fuse=False'], 'fuse', False), (['--fuse=true'], 'fuse', True), (['--fuse=1'], 'fuse', True),
+        (['--fuse=auto'], 'fuse', 'auto'), (['--fuse=None'], 'fuse', 'None'),
     ]:
         config, given = demo(*args)
         assert config[name] == value and type(config[name]) is type(value), args
@@ -132,11 +138,11 @@ def test_config_files(demo, tmp_path):
                                    'out_dir = "ft-" + str(time.time())[:1]\nbatch_size = 6 * 2\n_n = 2\n'
                                    'seed = batch_size + _n\n'
                                    'grad_clip = 2\ndef f(): return accumulation\nstart = f()\n'
-                                   'if compile: end_step = 9\n')
+                                   'if compile: end_step = 9\nfuse = not compile\n')
     (tmp_path / 'b.py').write_text('seed += 1\ncheckpointing = "full"')
     config, given = demo('a.py', 'b.py')
-    assert given == ['batch_size', 'checkpointing', 'end_step', 'grad_clip', 'out_dir', 'seed', 'start']
-    assert list(config) == NAMES and config['grad_clip'] == 2.0 and type(config['grad_clip']) is float
+    assert given == ['batch_size', 'checkpointing', 'end_step', 'fuse', 'grad_clip', 'out_dir', 'seed', 'start']
+    assert config['fuse'] is False and list(config) == NAMES and config['grad_clip'] == 2.0 and type(config['grad_clip']) is float
     assert (config['seed'], config['start'], config['end_step'], config['out_dir'][:3]) == (15, 40, 9, 'ft-')
     assert demo('b.py', 'a.py')[0]['seed'] == 14  # in the order given
     assert demo('--seed=3', 'a.py', 'b.py')[0]['seed'] == 3  # the command line wins wherever it stands
@@ -148,7 +154,9 @@ def test_config_files(demo, tmp_path):
     ('seed = 1\n\nbatch_size = "4"\n', ['bad.py:3:', 'batch_size', 'an int', "'4'"]),
     ('compile = 1\n', ['bad.py:1:', 'compile', 'True or False']),
     ('batch_size = 1.0\n', ['bad.py:1:', 'batch_size', 'an int']),
-    ('out_dir = 3\n', ['bad.py:1:', 'out_dir', 'a string']), ('out_dir = None\n', ['a string']),
+    ('out_dir = 3\n', ['bad.py:1:', 'out_dir', 'a string']),
+    ('fuse = 3\n', ['fuse takes a string or True or False, not 3']),
+    ('dtype = None\n', ['dtype takes a string, not None']), ('out_dir = None\n', ['a string']),
     ('grad_clip = float("nan")\n', ['grad_clip', 'number']),
     ('checkpointing = "half"\n', ['checkpointing', "'full'", "'half'"]),
     ('import os\nseed = os\n', ['bad.py:2:', 'seed', 'an int']),
