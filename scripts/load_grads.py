@@ -187,6 +187,7 @@ def plot(run, path):
         style = {'color': plt.cm.viridis(blocks.index(layer) / len(blocks))} if layer in blocks else {'linestyle': '--'}
         ax.plot(list(squares), [math.sqrt(s) for s in squares.values()], marker='.', label=layer, **style)
     ax.set(xlabel='step', ylabel='gradient norm', title='gradient norm by layer')
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_yscale('log', nonpositive='mask')
     ax.legend(ncols=1 + len(layers) // 20, fontsize='small')
     ax.grid(alpha=0.3)
