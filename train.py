@@ -143,6 +143,7 @@ if dtype == 'auto':
     dtype = 'float32' if device_type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
 if compile == 'auto':
     compile = device_type == 'cuda'
+config.update(device=device, dtype=dtype, compile=compile)
 gpus = torch.cuda.device_count() if device_type == 'cuda' else 0
 
 # ---- checks: all of them come before the first write -------------------------------------------------------------------
@@ -330,7 +331,9 @@ if distributed:
     shared = [checkpoint, state, dumped]
     dist.broadcast_object_list(shared)
     checkpoint, state, dumped = shared
-globals().update({k: v for k, v in state['model_args'].items() if k in shape_names})
+shape = {k: v for k, v in state['model_args'].items() if k in shape_names}
+globals().update(shape)
+config.update(shape)
 vocab_size = state['model_args']['vocab_size']
 iter_num, best_val_loss, wandb_id = state['iter_num'], state['best_val_loss'], state.get('wandb_id')
 start_iter, tokens_per_step = iter_num, samples_per_step * block_size
@@ -406,11 +409,11 @@ params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad
 ours = StateDictOptions(ignore_frozen_params=True)                                     # what this rank holds, without ghost_*
 hyperparameters = [{k: v for k, v in g.items() if k != 'params'} for g in optimizer.param_groups]
 if checkpoint is not None and checkpoint.suffix != '.pt':      # sharded: every rank reads its part
-    sharded = {'model': get_model_state_dict(raw_model, options=ours),
+    sharded = {'model': {k: v for k, v in get_model_state_dict(raw_model, options=ours).items() if 'ghost_' not in k},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer, options=ours)}
     sharded['model'].pop('lm_head.weight')                     # tied, stored once
     groups = sharded['optimizer'].pop('param_groups')
-    dcp.load(sharded, checkpoint_id=checkpoint)
+    dcp.load(sharded, checkpoint_id=checkpoint, no_dist=not distributed)
     set_model_state_dict(raw_model, sharded['model'], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(raw_model, optimizer, {**sharded['optimizer'], 'param_groups': groups})
 elif checkpoint is not None:
@@ -524,7 +527,7 @@ def save_checkpoint(last, best):
         write_dots()
     full = checkpoint_format == 'full'
     options = StateDictOptions(full_state_dict=full, cpu_offload=full, ignore_frozen_params=True)
-    tensors = {'model': get_model_state_dict(raw_model, options=options),
+    tensors = {'model': {k: v for k, v in get_model_state_dict(raw_model, options=options).items() if 'ghost_' not in k},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer, options=options)}
     rest = dict(model_args=state['model_args'], iter_num=iter_num, best_val_loss=best_val_loss, config=config, meta=meta,
                 scaler=scaler.state_dict(), wandb_id=wandb_id)
@@ -547,9 +550,9 @@ def save_checkpoint(last, best):
         if distributed:
             dist.barrier()
         if checkpoint_async:
-            pending = dcp.async_save(tensors, checkpoint_id=folder, process_group=saver_group), folder, best
+            pending = dcp.async_save(tensors, checkpoint_id=folder, process_group=saver_group, no_dist=not distributed), folder, best
         else:
-            dcp.save(tensors, checkpoint_id=folder)
+            dcp.save(tensors, checkpoint_id=folder, no_dist=not distributed)
             pending = None, folder, best
             finish_checkpoint()
     say(f'saved {"best and " if best and last else "best " if best else ""}checkpoint of step {iter_num}: '
@@ -595,7 +598,7 @@ def dump_gradients():
     if distributed:
         dist.barrier()
     if grad_dump_save_first_n is None:
-        dcp.save({name: p.grad for name, p in params.items()}, checkpoint_id=temporary / 'sharded')
+        dcp.save({name: p.grad for name, p in params.items()}, checkpoint_id=temporary / 'sharded', no_dist=not distributed)
     else:
         for name, p in params.items():      # one full gradient at a time
             g = p.grad.full_tensor() if use_fsdp else p.grad
@@ -615,7 +618,6 @@ if master_process and not eval_only:
         for name in leftovers:      # overwrite=True, or a restart before the first checkpoint
             (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
     out.mkdir(parents=True, exist_ok=True)
-    config.update({k: globals()[k] for k in config})    # what was derived from 'auto', and a checkpoint's shape
     write_file(out / 'config.json', lambda f: f.write(json.dumps(config, indent=1).encode()))
     if checkpoint is not None:      # drop what a killed run wrote after its last checkpoint: it is about to happen again
         log = out / 'log.jsonl'
