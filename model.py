@@ -330,7 +330,7 @@ def load_hf(path):
     state = {}
     for name, w in load_file(path / 'model.safetensors').items():
         name = name.removeprefix('transformer.')
-        if name != 'lm_head.weight' and not name.endswith(('attn.bias', 'attn.masked_bias')):   # those two are old masks
+        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):   # those two are old masks
             state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
     state['lm_head.weight'] = state['transformer.wte.weight']
     with torch.device('meta'):
