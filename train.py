@@ -5,14 +5,14 @@ one process   python train.py config/train_shakespeare_char.py
 on a CPU      python train.py config/train_shakespeare_char_cpu.py
 DDP           torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 FSDP          torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --use_fsdp=True
-HSDP          ... --use_fsdp=True --fsdp_replicate=2
-two nodes     torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0|1 --master_addr=HOST --master_port=29500 train.py ...
-ghost         ... --use_ghost=True      every sample's gradient dot product with the validation gradient, in any mode
-gradients     ... --grad_dump=True      writes the gradients of chosen steps, in any mode
-go on         ... --init_from=resume    (or auto: resume if there is a checkpoint in out_dir, else start)
+HSDP          torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --use_fsdp=True --fsdp_replicate=2
+two nodes     torchrun --nnodes=2 --nproc_per_node=8 --node_rank=0 --master_addr=HOST --master_port=29500 train.py ...
+ghost         ... --use_ghost=True        every sample's gradient dot product with the validation gradient, in any mode
+gradients     ... --grad_dump=True        the gradients of chosen steps, in any mode
+go on         ... --init_from=resume      or auto: resume if there is a checkpoint in out_dir, else start
 
-Any global below is set by a config file of `name = value` lines or by --name=value; `--help` lists them.
-Every mode computes the same thing: with the same global batch, plain, DDP, FSDP and HSDP give the same losses and weights.
+Every global of the next section is set by a config file of `name = value` lines or by --name=value; --help lists them.
+All modes compute the same: for the same global batch, plain, DDP, FSDP and HSDP give the same losses and weights.
 """
 import json
 import math
@@ -29,24 +29,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save as save_safetensors
+from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import configure
+from data.tokenbins import load_meta, write_file
 from model import GPT, GPTConfig, load_hf, peak_flops
-
-
-def load_meta(folder):
-    path = folder / 'meta.json'
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here
-init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint) | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | a folder in Hugging Face form
-overwrite = False                   # lets a new run delete an earlier run's files in out_dir
+init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint, else scratch) |
+                                    # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | a folder in Hugging Face form
+overwrite = False                   # let a new run delete an earlier run's files in out_dir
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 2000                # steps between evaluations
 eval_iters = 200                    # batches per split and evaluation
@@ -54,20 +49,20 @@ eval_only = False                   # evaluate once and exit; writes nothing
 log_interval = 1                    # steps between log lines
 check_sync_interval = 0             # steps between bitwise comparisons of the replicas' weights; 0 never
 on_nonfinite = 'stop'               # 'stop' | 'skip': what to do with a step whose loss or gradient norm is not finite
-deterministic = False               # only deterministic kernels: slower, and bit-identical reruns on a GPU
+deterministic = False               # deterministic kernels only: slower, and bit-identical reruns on a GPU
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
-always_save_checkpoint = True       # after every evaluation; False: only when the validation loss improved, and at the end
+always_save_checkpoint = True       # after every evaluation; False: only after one that improved, and at the end
 checkpoint_interval = 0             # steps between checkpoints; 0: at evaluations
-checkpoint_format = 'full'          # 'full': one file ckpt.pt | 'sharded': every rank writes its part into ckpt_dcp/step_N
+checkpoint_format = 'full'          # 'full': one file, ckpt.pt | 'sharded': each rank its part, ckpt_dcp/step_N
 checkpoint_async = False            # sharded only: write in the background
-keep_checkpoints = 0                # sharded only: newest ones to keep, the best one besides; 0 keeps all
+keep_checkpoints = 0                # sharded only: how many to keep, the best one besides; 0 keeps all
 # ---- wandb -----------------------------------------------------------------------------------------------------------
 wandb_log = False                   # log to Weights & Biases too
 wandb_project = 'flatgpt'
 wandb_run_name = 'gpt2'
 # ---- data ------------------------------------------------------------------------------------------------------------
-dataset = 'openwebtext'             # a folder in data/ (or a path) with train.bin and val.bin
-data_order = 'random'               # 'random': windows with replacement | 'epoch': every window once per epoch, shuffled
+dataset = 'openwebtext'             # a folder in data/, or a path, with train.bin and val.bin
+data_order = 'random'               # 'random': windows with replacement | 'epoch': each once per epoch, shuffled
 gradient_accumulation_steps = 40    # micro-batches per step, over all ranks together
 batch_size = 12                     # samples per micro-batch
 block_size = 1024                   # tokens per sample
@@ -77,7 +72,7 @@ n_head = 12
 n_embd = 768                        # divisible by n_head
 dropout = 0.0                       # probability; 0 for pretraining, 0.1 or more for finetuning
 bias = False                        # in Linears and LayerNorms
-# ---- optimizer: AdamW --------------------------------------------------------------------------------------------------
+# ---- optimizer: AdamW ------------------------------------------------------------------------------------------------
 learning_rate = 6e-4                # maximum
 max_iters = 600000                  # optimizer steps in all
 weight_decay = 1e-1                 # of matrices and embeddings; 0 disables
@@ -88,127 +83,130 @@ decay_lr = True                     # False: learning_rate throughout
 warmup_iters = 2000                 # steps of linear warm-up
 lr_decay_iters = 600000             # step at which the cosine reaches min_lr; about max_iters
 min_lr = 6e-5                       # about learning_rate / 10
-scale_lr = False                    # multiply both rates by world size x micro-batches per rank
+scale_lr = False                    # multiply learning_rate and min_lr by world size x micro-batches per rank
 # ---- machine ---------------------------------------------------------------------------------------------------------
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
-dtype = 'auto'                      # 'auto' (bfloat16 where the GPU has it) | 'float32' | 'bfloat16' | 'float16' (with loss scaling)
-compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile takes about a minute at the start
+dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
+compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, which takes a minute at the start
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
-use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks; needs torchrun
-fsdp_min_num_params = 0             # consecutive blocks are grouped until a unit has this many; 0: each block is a unit
-fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (keeps matmuls and attention); in plain and DDP runs too
-fsdp_cpu_offload = False            # keep shards and optimizer in host memory
+use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks
+fsdp_min_num_params = 0             # consecutive blocks are grouped until a unit has this many; 0: one unit per block
+fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (matmuls and attention are kept); in any mode
+fsdp_cpu_offload = False            # keep shards and optimizer state in host memory
 fsdp_replicate = 1                  # HSDP: copies of the sharded model; world size = fsdp_replicate x shards
-fsdp_reshard_after_forward = True   # False: keep a unit's parameters gathered through the whole step; faster, more memory
+fsdp_reshard_after_forward = True   # False: keep parameters gathered through the micro-batches; faster, more memory
 # ---- ghost -----------------------------------------------------------------------------------------------------------
-use_ghost = False                   # dot product of each sample's gradient with the validation gradient -> grad_dotprods/
+use_ghost = False                   # dot product of each sample's gradient with the validation gradient
 ghost_val_batch_size = 4            # validation samples per step, over all ranks together
 ghost_val_dataset = ''              # whose val.bin to value the training data for; '' is this dataset's
 ghost_val_resample = False          # True: other validation samples in every scored step
 ghost_interval = 1                  # steps between scored steps
-ghost_save_interval = 10            # steps per file
+ghost_save_interval = 10            # steps per file in grad_dotprods/
 ghost_per_param = False             # also store each parameter's share
 # ---- gradient dumps --------------------------------------------------------------------------------------------------
-grad_dump = False                   # write gradients (global mean, before clipping) -> gradient_dumper/
+grad_dump = False                   # write gradients (global mean, before clipping) into gradient_dumper/
 grad_dump_start_step = 0            # first step to dump
 grad_dump_step_interval = 1         # steps between dumps
 grad_dump_end_step = None           # last step to dump; None: no end
-grad_dump_save_first_n = None       # None: all gradients, sharded; an int: the first n rows of each parameter
+grad_dump_save_first_n = None       # None: all of every gradient, sharded; an int: its first n rows
 # ----------------------------------------------------------------------------------------------------------------------
 config, given = configure(globals())
 
-# ---- ranks and device --------------------------------------------------------------------------------------------------
-distributed = 'RANK' in os.environ and 'WORLD_SIZE' in os.environ       # set by torchrun
-rank, world_size = (int(os.environ[k]) if distributed else d for k, d in (('RANK', 0), ('WORLD_SIZE', 1)))
-local_rank = int(os.environ.get('LOCAL_RANK', 0))
-master_process = rank == 0          # logs and writes files
+# ---- ranks and device ------------------------------------------------------------------------------------------------
+distributed = 'RANK' in os.environ  # set by torchrun
+rank, local_rank = int(os.environ.get('RANK', 0)), int(os.environ.get('LOCAL_RANK', 0))
+world_size = int(os.environ.get('WORLD_SIZE', 1)) if distributed else 1
+master_process = rank == 0          # prints, and writes what is not sharded
 
 
 def fail(message):
-    """One line, exit code 2; every rank finds the same fault, so one of them reports it."""
+    """End with one line and exit code 2. All ranks find the same fault, one of them reports it."""
     if master_process:
         print(f'train.py: {message}', file=sys.stderr)
     sys.exit(2)
 
 
+has = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
 if device == 'auto':
-    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    device = 'cuda' if has['cuda'] else 'mps' if has['mps'] else 'cpu'
 device_type = device.split(':')[0]
-if device_type == 'cuda' and not torch.cuda.is_available() or device_type == 'mps' and not torch.backends.mps.is_available():
-    fail(f'device={device}: this torch ({torch.__version__}) sees no such device; use --device=cpu')
-if device_type not in ('cpu', 'cuda', 'mps'):
-    fail(f"device={device}: expected 'auto', 'cpu', 'cuda', 'cuda:N' or 'mps'")
-if dtype == 'auto':
-    dtype = 'float32' if device_type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
-if compile == 'auto':
-    compile = device_type == 'cuda'
-config.update(device=device, dtype=dtype, compile=compile)
+if not has.get(device_type):
+    fail(f'device={device}: expected auto, cpu, cuda, cuda:N or mps, and this machine has {[d for d in has if has[d]]}')
 gpus = torch.cuda.device_count() if device_type == 'cuda' else 0
+has_bfloat16 = device_type == 'cpu' or gpus and torch.cuda.is_bf16_supported(including_emulation=False)
+if dtype == 'auto':
+    dtype = 'float32' if not gpus else 'bfloat16' if has_bfloat16 else 'float16'
+if compile == 'auto':
+    compile = gpus > 0
+config.update(device=device, dtype=dtype, compile=compile)
 
-# ---- checks: all of them come before the first write -------------------------------------------------------------------
-for name, least in dict(eval_interval=1, eval_iters=1, log_interval=1, check_sync_interval=0, checkpoint_interval=0, keep_checkpoints=0,
-                        gradient_accumulation_steps=1, batch_size=1, block_size=1, n_layer=1, n_head=1, n_embd=1, max_iters=0,
-                        warmup_iters=0, lr_decay_iters=0, fsdp_min_num_params=0, fsdp_replicate=1, ghost_val_batch_size=1,
-                        ghost_interval=1, ghost_save_interval=1, grad_dump_start_step=0, grad_dump_step_interval=1,
-                        learning_rate=0, min_lr=0, weight_decay=0, grad_clip=0, dropout=0, beta1=0, beta2=0, seed=0).items():
-    if not config[name] >= least:   # so written that NaN fails too
-        fail(f'{name}={config[name]}: must be at least {least}')
-for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), data_order=('random', 'epoch'),
-                         dtype=('auto', 'float32', 'bfloat16', 'float16'), compile=('auto', True, False), backend=('auto', 'nccl', 'gloo'),
-                         fsdp_activation_checkpointing=(False, 'full', 'selective')).items():
+# ---- checks: all come before the first write -------------------------------------------------------------------------
+at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
+    fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval'''.split()
+for name, value in config.items():
+    if isinstance(value, (int, float)) and value < (name in at_least_1):
+        fail(f'{name}={value}: must be at least {int(name in at_least_1)}')
+for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), compile=(True, False),
+                         data_order=('random', 'epoch'), dtype=('float32', 'bfloat16', 'float16'),
+                         backend=('auto', 'nccl', 'gloo')).items():
     if config[name] not in values:
-        fail(f'{name}={config[name]!r}: expected one of {", ".join(map(repr, values))}')
-ghost_rows = ghost_val_batch_size // world_size      # per rank
-checks = [   # (what is wrong, what to do)
-    (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
-    (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
-    (gradient_accumulation_steps % world_size, f'gradient_accumulation_steps={gradient_accumulation_steps} is shared by all ranks and not '
-     f'divisible by the world size {world_size}; use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}'),
-    (device_type == 'mps' and distributed, 'torchrun works with cuda and cpu; run one process on mps, or use --device=cpu'),
-    (distributed and gpus and local_rank >= gpus, f'{local_rank + 1} processes on this node but {gpus} GPUs; use --nproc_per_node={gpus}, or --device=cpu'),
-    (backend == 'nccl' and device_type != 'cuda', f'backend=nccl needs GPUs, and device is {device}; use --backend=gloo'),
-    (dtype == 'bfloat16' and device_type == 'cuda' and not torch.cuda.is_bf16_supported(), 'this GPU has no bfloat16; use --dtype=float16'),
-    (dtype != 'float32' and device_type == 'mps', f'dtype={dtype} is not supported on mps here; use --dtype=float32'),
-    (use_fsdp and not distributed, 'use_fsdp=True needs torchrun: torchrun --standalone --nproc_per_node=N train.py ... (N may be 1)'),
-    (fsdp_replicate > 1 and not use_fsdp, f'fsdp_replicate={fsdp_replicate} needs --use_fsdp=True'),
-    (fsdp_cpu_offload and not use_fsdp, 'fsdp_cpu_offload=True needs --use_fsdp=True'),
-    (world_size % fsdp_replicate, f'HSDP: world size {world_size} = fsdp_replicate x shards, but {world_size} is not divisible by fsdp_replicate={fsdp_replicate}'),
-    (checkpoint_async and checkpoint_format != 'sharded', 'checkpoint_async=True needs --checkpoint_format=sharded'),
-    (use_ghost and ghost_val_batch_size % world_size, f'ghost_val_batch_size={ghost_val_batch_size} is not divisible by the world size {world_size}'),
-    (use_ghost and ghost_rows > batch_size and ghost_rows % batch_size, f'ghost_val_batch_size={ghost_val_batch_size}: '
-     f'{ghost_rows} samples per rank are more than batch_size={batch_size} and not a multiple of it'),
-    (grad_dump_end_step is not None and grad_dump_end_step < grad_dump_start_step, f'grad_dump_end_step={grad_dump_end_step} is before grad_dump_start_step={grad_dump_start_step}'),
-    (grad_dump_save_first_n is not None and grad_dump_save_first_n < 1, f'grad_dump_save_first_n={grad_dump_save_first_n}: must be at least 1, or None'),
-]
-for wrong, message in checks:
+        fail(f'{name}={config[name]!r}: expected {" or ".join(map(repr, values))}')
+ghost_rows = ghost_val_batch_size // world_size     # per rank
+rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
+for wrong, message in (
+        (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
+        (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
+        (gradient_accumulation_steps % world_size,
+         f'gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches of all {world_size} ranks '
+         f'and must be a multiple of that: --gradient_accumulation_steps={rounded_up}'),
+        (distributed and device_type == 'mps', 'mps takes one process; use --device=cpu for several'),
+        (distributed and gpus and local_rank >= gpus, f'more processes than GPUs: --nproc_per_node={gpus}'),
+        (backend == 'nccl' and not gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo'),
+        (dtype == 'bfloat16' and not has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32'),
+        (dtype == 'float16' and device_type == 'mps', 'dtype=float16 does not train on mps: --dtype=float32'),
+        (use_fsdp and not distributed, 'use_fsdp=True: start by torchrun --standalone --nproc_per_node=N train.py ...'),
+        (not use_fsdp and fsdp_replicate > 1, f'fsdp_replicate={fsdp_replicate} needs --use_fsdp=True'),
+        (not use_fsdp and fsdp_cpu_offload, 'fsdp_cpu_offload=True needs --use_fsdp=True'),
+        (world_size % fsdp_replicate, f'HSDP: world size {world_size} is not a multiple of '
+         f'fsdp_replicate={fsdp_replicate}; world size = fsdp_replicate x shards'),
+        (checkpoint_async and checkpoint_format == 'full', 'checkpoint_async=True needs --checkpoint_format=sharded'),
+        (use_ghost and ghost_val_batch_size % world_size,
+         f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the world size {world_size}'),
+        (use_ghost and ghost_rows > batch_size and ghost_rows % batch_size,
+         f'ghost_val_batch_size={ghost_val_batch_size} is {ghost_rows} per rank, more than batch_size={batch_size} '
+         'and not a multiple of it'),
+        ((math.inf if grad_dump_end_step is None else grad_dump_end_step) < grad_dump_start_step,
+         f'grad_dump_end_step={grad_dump_end_step} comes before grad_dump_start_step={grad_dump_start_step}'),
+        (grad_dump_save_first_n is not None and grad_dump_save_first_n < 1,
+         f'grad_dump_save_first_n={grad_dump_save_first_n}: must be None or at least 1')):
     if wrong:
         fail(message)
 
-# ---- data --------------------------------------------------------------------------------------------------------------
-# Sample j of step s is a pure function of (seed, s, j). Which rank reads it in which micro-batch changes nothing, resuming
-# needs no stored position, and a sample has a name that stays: its offset in train.bin.
-data = Path(__file__).resolve().parent / 'data'
-bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what is known of its tokens}
-for split, name, file in (('train', dataset, 'train.bin'), ('val', dataset, 'val.bin'), ('ghost', ghost_val_dataset or dataset, 'val.bin')):
-    path = data / name / file           # a name that is an absolute path stays as it is
+# ---- data ------------------------------------------------------------------------------------------------------------
+# Sample j of step s is a pure function of (seed, s, j). Which rank reads it in which micro-batch changes nothing,
+# resuming needs no stored position, and a sample has a name that lasts: its offset in train.bin.
+bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
+for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dataset or dataset):
+    path = Path(__file__).resolve().parent / 'data' / name / ('train.bin' if split == 'train' else 'val.bin')
+    if not path.is_file():
+        fail(f'{path} not found; run python data/{name}/prepare.py, or name another dataset')
     try:
         meta = metas[split] = load_meta(path.parent)
     except ValueError as error:
         fail(str(error))
-    if not path.is_file():
-        fail(f'{path} not found; run python data/{name}/prepare.py, or name another dataset')
     itemtype = np.dtype(meta.get('dtype', 'uint16')).newbyteorder('<')
     tokens, rest = divmod(path.stat().st_size, itemtype.itemsize)
     recorded = meta.get('splits', {}).get(path.stem, {}).get('tokens', tokens)
     if rest or tokens != recorded:
-        fail(f'{path} has {path.stat().st_size:,} bytes, which are not the {recorded:,} {itemtype.name} of its meta.json: run prepare.py again')
+        fail(f'{path} has {path.stat().st_size:,} bytes, not the {recorded:,} {itemtype.name} of its meta.json: '
+             f'run python data/{name}/prepare.py again')
     bins[split] = path, itemtype, tokens
 meta = metas['train']
 if use_ghost and metas['ghost'].get('tokenizer') != meta.get('tokenizer'):
     fail(f'ghost_val_dataset={ghost_val_dataset} was made with another tokenizer than {dataset}: same ids, other words')
-micro_batches = gradient_accumulation_steps // world_size                # per rank and step
-samples_per_step = gradient_accumulation_steps * batch_size
+micro_batches = gradient_accumulation_steps // world_size       # per rank and step
+samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
 
 
 def hash64(*parts):
@@ -229,228 +227,236 @@ def train_offsets(step, j):
         return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
     windows = (tokens - 1) // block_size
     epoch, k = np.divmod(step * samples_per_step + j, windows)
-    # a Feistel network shuffles 0 .. 4^half - 1 without a table; what it sends beyond the last window goes through again
+    # a Feistel network shuffles 0 .. 4^half - 1 without a table; what it sends past the last window goes round again
     half = max(1, (windows - 1).bit_length() + 1 >> 1)
-    todo = np.ones(len(k), bool)
+    mask, todo = (1 << half) - 1, np.ones(len(k), bool)
     while todo.any():
-        left, right = k[todo] >> half, k[todo] & (1 << half) - 1
+        left, right = k[todo] >> half, k[todo] & mask
         for i in range(4):
-            left, right = right, left ^ (hash64(seed, epoch[todo], i, right) & np.uint64((1 << half) - 1)).astype(np.int64)
+            left, right = right, left ^ (hash64(seed, epoch[todo], i, right) & np.uint64(mask)).astype(np.int64)
         k[todo] = left << half | right
         todo = k >= windows
     return k * block_size
 
 
+def val_offsets(step):
+    """Token offsets of the ghost validation samples of all ranks: the same at every step unless they are resampled."""
+    windows = np.uint64(bins['ghost'][2] - block_size)
+    draw = hash64(seed, -1 % 2**64, step if ghost_val_resample else 0, np.arange(ghost_val_batch_size))
+    return (draw % windows).astype(np.int64)
+
+
 def read_windows(split, offsets):
-    """Inputs and targets, int64 (len(offsets), block_size) each on the device, the targets one token later."""
-    path, itemtype, _ = bins[split]   # read, not mapped: pages of a memory map would count as ours and pile up
+    """Inputs and targets on the device, int64 (len(offsets), block_size) each, the targets one token later."""
+    path, itemtype, _ = bins[split]     # read, not mapped: a memory map's pages would count as ours and pile up
     tokens = np.stack([np.fromfile(path, itemtype, block_size + 1, offset=int(o) * itemtype.itemsize) for o in offsets])
     if tokens.max() >= vocab_size:
-        fail(f'{path} has token id {tokens.max()} near token {offsets[tokens.max(1).argmax()]}, and the vocabulary {vocab_size} ids: wrong dataset?')
+        where = offsets[tokens.max(1).argmax()]
+        fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids: wrong dataset?')
     tokens = torch.from_numpy(tokens.astype(np.int64))
-    if device_type == 'cuda':
-        tokens = tokens.pin_memory().to(device, non_blocking=True)   # the copy runs while the GPU works on the last batch
-    tokens = tokens.to(device)
+    if gpus:
+        tokens = tokens.pin_memory()    # so that the copy below overlaps with the GPU's work
+    tokens = tokens.to(device, non_blocking=True)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def train_batch(step, micro):
-    """This rank's micro-batch of a step: inputs, targets, token offsets (numpy)."""
-    offsets = train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size))
-    return *read_windows('train', offsets), offsets
+    """This rank's inputs and targets of a micro-batch."""
+    return read_windows('train', train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size)))
 
-
-# ---- where to start: scratch, pretrained or a checkpoint -----------------------------------------------------------------
-if distributed:
-    backends = {'auto': 'cpu:gloo,cuda:nccl' if device_type == 'cuda' else 'gloo'}
-    if device_type == 'cuda':
-        device = f'cuda:{local_rank}'
-        torch.cuda.set_device(device)
-    dist.init_process_group(backends.get(backend, backend), device_id=torch.device(device) if device_type == 'cuda' else None)
+# ---- where to start: scratch, pretrained or a checkpoint -------------------------------------------------------------
+if deterministic:
+    os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+    torch.use_deterministic_algorithms(True)
+if gpus:
+    device = f'cuda:{local_rank}' if distributed or ':' not in device else device
+    torch.cuda.set_device(device)
+if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
+    auto = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
+    dist.init_process_group(auto if backend == 'auto' else backend, device_id=torch.device(device) if gpus else None)
 out = Path(out_dir)
-NOTHING_DONE = dict(iter_num=0, best_val_loss=math.inf, wandb_id=None, scaler={})
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
 
 def newest_checkpoint():
-    """(path, everything in it but the tensors of a sharded one) of the newest complete checkpoint in out_dir; (None, {}) if none."""
+    """(path, content) of the newest complete checkpoint in out_dir, of a sharded one without tensors; or (None, ...)."""
     found = [(None, {'iter_num': -1})]
     try:
         if (out / 'ckpt.pt').is_file():
-            found.append((out / 'ckpt.pt', torch.load(out / 'ckpt.pt', map_location='cpu', weights_only=True, mmap=True)))
-        for done in (out / 'ckpt_dcp').glob('step_*/.metadata'):     # written last
-            found.append((done.parent, json.loads((done.parent / 'state.json').read_text())))
+            found.append((out / 'ckpt.pt', torch.load(out / 'ckpt.pt', 'cpu', weights_only=True, mmap=True)))
+        for written_last in (out / 'ckpt_dcp').glob('step_*/.metadata'):
+            folder = written_last.parent
+            found.append((folder, json.loads((folder / 'state.json').read_text())))
+        return max(found, key=lambda f: f[1]['iter_num'])
     except Exception as error:
-        fail(f'{out_dir}: unreadable checkpoint: {error}'.splitlines()[0])
-    return max(found, key=lambda f: f[1]['iter_num'])
+        fail(f'unreadable checkpoint in {out_dir}: {error}'.splitlines()[0])
 
 
-checkpoint, state, weights, optimizer_state = None, dict(NOTHING_DONE), {}, {}
-if master_process:      # it alone reads and makes weights; the others get them below
+checkpoint, weights, optimizer_state, leftovers, dumped = None, {}, {}, [], set()
+state = {}      # all of a checkpoint but its tensors
+if master_process:      # it alone looks at the disk and makes or reads weights; the others receive them below
+    leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
+                 if (out / p).exists()]
     if init_from in ('resume', 'auto'):
         checkpoint, state = newest_checkpoint()
-        if checkpoint is None and init_from == 'resume':
-            fail(f'init_from=resume: no complete checkpoint in {out_dir}')
-    leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper') if (out / p).exists()]
-    if checkpoint is None:
-        if leftovers and not overwrite and not eval_only and init_from != 'auto':
-            fail(f'{out_dir} holds an earlier run ({", ".join(leftovers)}); choose another --out_dir, --init_from=resume to go on, or --overwrite=True')
-        state = dict(NOTHING_DONE)
-        if init_from in ('scratch', 'auto'):
-            vocab = meta.get('vocab_size', 50257)     # large ones padded to a multiple of 64, which GPUs prefer
-            state['model_args'] = {**{k: config[k] for k in shape_names}, 'gelu': 'tanh',
-                                   'vocab_size': vocab if vocab < 1024 else math.ceil(vocab / 64) * 64}
-        else:
-            try:
-                state['model_args'], weights = load_hf(init_from)
-            except (ValueError, OSError) as error:
-                fail(f'init_from={init_from}: {error}')
-            positions = state['model_args']['block_size']
-            if block_size > positions:
-                fail(f'block_size={block_size}, but {init_from} has {positions} positions; use --block_size={positions} or less')
-            state['model_args']['block_size'] = block_size
-            weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
-    else:
+    if checkpoint is not None:
         args = state['model_args']
-        args.setdefault('gelu', 'none')      # a checkpoint of nanoGPT, whose GELU is the exact one
+        args.setdefault('gelu', 'none')     # a checkpoint of nanoGPT, whose GELU is the exact one
         wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
         if wrong:
-            fail(f'{checkpoint} was trained with another {", ".join(wrong)}; leave that out, or start anew in another out_dir')
-        saved_tokenizer = (state.get('meta') or {}).get('tokenizer')
-        if saved_tokenizer and meta.get('tokenizer', saved_tokenizer) != saved_tokenizer:
-            fail(f'{checkpoint} was trained with another tokenizer than dataset={dataset}: same ids, other characters')
-        if checkpoint.is_file():
-            # nanoGPT left torch.compile's prefix and its causal masks among the weights
-            weights = {k.removeprefix('_orig_mod.'): v for k, v in state.pop('model').items() if not k.endswith('.attn.bias')}
+            fail(f'{checkpoint} was trained with another {", ".join(wrong)}: leave that out, or use another out_dir')
+        then = (state.get('meta') or {}).get('tokenizer')
+        if then and meta.get('tokenizer', then) != then:
+            fail(f'{checkpoint} was trained with another tokenizer than dataset={dataset}: same ids, other text')
+        if checkpoint.suffix == '.pt':      # nanoGPT left torch.compile's prefix and its causal masks among the weights
+            weights = {k.removeprefix('_orig_mod.'): w for k, w in state.pop('model').items()
+                       if not k.endswith('.attn.bias')}
             optimizer_state = state.pop('optimizer')
-        changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items()
-                   if k in config and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
-        print(f'resuming from {checkpoint} at step {state["iter_num"]}' + (f'; changed since: {", ".join(changed)}' if changed else ''))
-dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()} if checkpoint else set()
+        dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
+        changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
+                   and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
+        print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
+    elif init_from == 'resume':
+        fail(f'init_from=resume: no complete checkpoint in {out_dir}')
+    elif leftovers and not overwrite and not eval_only and init_from != 'auto':
+        fail(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go on by '
+             '--init_from=resume, or delete it by --overwrite=True')
+    elif init_from in ('scratch', 'auto'):
+        vocab = meta.get('vocab_size', 50257)       # a large one is padded to a multiple of 64, which GPUs prefer
+        vocab = vocab if vocab < 1024 else math.ceil(vocab / 64) * 64
+        state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': 'tanh'}}
+        torch.manual_seed(seed)
+        weights = GPT(GPTConfig(**state['model_args'])).state_dict()
+    else:
+        try:
+            args, weights = load_hf(init_from)
+        except (ValueError, OSError) as error:
+            fail(f'init_from={init_from}: {error}')
+        if block_size > args['block_size']:
+            fail(f'{init_from} has {args["block_size"]} positions: --block_size={args["block_size"]} or less')
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
+        state = {'model_args': {**args, 'block_size': block_size}}
 if distributed:
-    shared = [checkpoint, state, dumped]
-    dist.broadcast_object_list(shared)
-    checkpoint, state, dumped = shared
-shape = {k: v for k, v in state['model_args'].items() if k in shape_names}
-globals().update(shape)
+    everyones = [checkpoint, state, dumped, bool(optimizer_state)]
+    dist.broadcast_object_list(everyones)
+    checkpoint, state, dumped, has_optimizer_state = everyones
+else:
+    has_optimizer_state = bool(optimizer_state)
+model_args = {k: v for k, v in state['model_args'].items() if k != 'dropout'}
+shape = {k: model_args[k] for k in shape_names}
 config.update(shape)
-vocab_size = state['model_args']['vocab_size']
-iter_num, best_val_loss, wandb_id = state['iter_num'], state['best_val_loss'], state.get('wandb_id')
-start_iter, tokens_per_step = iter_num, samples_per_step * block_size
-for path, itemtype, tokens in bins.values():    # what lies further on is checked batch by batch
-    largest = np.fromfile(path, itemtype, 2**26).max()
+globals().update(shape)
+vocab_size = model_args['vocab_size']
+iter_num, best_val_loss = state.get('iter_num', 0), float(state.get('best_val_loss', math.inf))
+start_iter, wandb_id, tokens_per_step = iter_num, state.get('wandb_id'), samples_per_step * block_size
+for path, itemtype, tokens in bins.values():
+    largest = np.fromfile(path, itemtype, 2**26).max()      # what lies further on is checked batch by batch
     if tokens <= block_size:
-        fail(f'{path} has {tokens:,} tokens, and a sample of block_size={block_size} takes {block_size + 1}: more text or a smaller block_size')
+        fail(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
+             'use more text or a smaller --block_size')
     if largest >= vocab_size:
-        fail(f'{path} has token id {largest}, and the model {vocab_size} ids: wrong dataset?')
+        fail(f'{path} has token id {largest}, the model only {vocab_size} ids: wrong dataset?')
 
-# ---- model: built without memory, then compiled and sharded, then filled with rank 0's weights ------------------------------
-gptconf = GPTConfig(**{k: v for k, v in state['model_args'].items() if k != 'dropout'}, dropout=dropout)
-if not weights and checkpoint is None and master_process:
-    torch.manual_seed(seed)
-    weights = GPT(gptconf).state_dict()
+# ---- model: built without memory, then compiled, then sharded, then filled with rank 0's weights ---------------------
 with torch.device('meta'):
-    model = raw_model = GPT(gptconf)
-if use_ghost:
-    try:
-        ghost_names = raw_model.add_ghost()
-    except ValueError as error:
-        fail(f'use_ghost=True: {error}')
+    model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout))
+try:
+    ghost_names = raw_model.add_ghost() if use_ghost else []
+except ValueError as error:
+    fail(f'use_ghost=True: {error}')
 num_params = raw_model.num_params()
 flops_per_step = raw_model.flops_per_token() * tokens_per_step
 
-if fsdp_activation_checkpointing:   # keep less of the forward pass and compute it again in the backward pass
+if fsdp_activation_checkpointing:       # forget most of the forward pass and compute it again in the backward pass
     from torch.utils.checkpoint import checkpoint as recompute, create_selective_checkpoint_contexts
-    aten, kwargs = torch.ops.aten, {}
+    options = {}
     if fsdp_activation_checkpointing == 'selective':
-        kept = [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention.default,
-                aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-                aten._scaled_dot_product_flash_attention_for_cpu.default]
-        kwargs = dict(context_fn=partial(create_selective_checkpoint_contexts, kept))
+        attention = [f'_scaled_dot_product_{kind}' for kind in
+                     ('flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
+        kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', *attention)]
+        options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
     for block in raw_model.transformer.h:
-        block.forward = partial(recompute, block.forward, use_reentrant=False, **kwargs)
-if compile and use_fsdp:            # by parts, since gathering parameters between them can't be compiled
+        block.forward = partial(recompute, block.forward, use_reentrant=False, **options)
+if compile and use_fsdp:                # by parts: between them parameters are gathered
     for block in raw_model.transformer.h:
         block.compile()
     raw_model.loss = torch.compile(raw_model.loss)
 elif compile:
-    raw_model.compile()             # in place, so that names in checkpoints stay
+    raw_model.compile()                 # in place, so that names in checkpoints stay
 if use_fsdp:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    mesh = dist.init_device_mesh(device_type, (fsdp_replicate, world_size // fsdp_replicate), mesh_dim_names=('replicate', 'shard'))
-    low = None if dtype == 'float32' else getattr(torch, dtype)
-    unit = dict(mesh=mesh if fsdp_replicate > 1 else mesh['shard'], reshard_after_forward=fsdp_reshard_after_forward,
-                mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
-                offload_policy=CPUOffloadPolicy(pin_memory=device_type == 'cuda') if fsdp_cpu_offload else OffloadPolicy())
-    group, size = [], 0
+    mesh = dist.init_device_mesh(device_type, (fsdp_replicate, world_size // fsdp_replicate),
+                                 mesh_dim_names=('replicate', 'shard'))
+    policy = dict(mesh=mesh if fsdp_replicate > 1 else mesh['shard'], reshard_after_forward=fsdp_reshard_after_forward,
+                  mp_policy=MixedPrecisionPolicy(param_dtype=None if dtype == 'float32' else getattr(torch, dtype),
+                                                 reduce_dtype=torch.float32, cast_forward_inputs=False),
+                  offload_policy=CPUOffloadPolicy(pin_memory=gpus > 0) if fsdp_cpu_offload else OffloadPolicy())
+    unit, size = [], 0
     for block in raw_model.transformer.h:
-        group, size = group + [block], size + sum(p.numel() for p in block.parameters() if p.requires_grad)
+        unit, size = unit + [block], size + sum(p.numel() for p in block.parameters() if p.requires_grad)
         if size >= fsdp_min_num_params or block is raw_model.transformer.h[-1]:
-            fully_shard(group, **unit)
-            group, size = [], 0
-    fully_shard(raw_model, **unit)  # embeddings, final norm and head
+            fully_shard(unit, **policy)
+            unit, size = [], 0
+    fully_shard(raw_model, **policy)    # what is left: embeddings, final norm and head
 raw_model.to_empty(device='cpu' if fsdp_cpu_offload else device)
 raw_model.tie()
-expected = {k for k in raw_model.state_dict() if 'ghost_' not in k}
-if master_process and weights and weights.keys() != expected:
-    fail(f'{checkpoint or init_from}: parameters missing or unknown: {", ".join(sorted(weights.keys() ^ expected)[:3])}')
-everything = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)   # not strict: ghost_*
+params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once, without ghost_*
+if master_process and weights and weights.keys() ^ params.keys() != {'lm_head.weight'}:
+    fail(f'{checkpoint or init_from}: parameters missing or unknown: {sorted(weights.keys() ^ params.keys())[:3]}')
+from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
 if checkpoint is None or checkpoint.suffix == '.pt':
-    set_model_state_dict(raw_model, weights, options=everything)
+    set_model_state_dict(raw_model, weights, options=from_rank0)
 if distributed and not use_fsdp:
-    model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if device_type == 'cuda' else None)
+    model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None)
 
-# ---- optimizer -------------------------------------------------------------------------------------------------------------
-groups = raw_model.param_groups(weight_decay)
+# ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
-optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
+optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=fused)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
-params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}      # tied ones once
-ours = StateDictOptions(ignore_frozen_params=True)                                     # what this rank holds, without ghost_*
-hyperparameters = [{k: v for k, v in g.items() if k != 'params'} for g in optimizer.param_groups]
-if checkpoint is not None and checkpoint.suffix != '.pt':      # sharded: every rank reads its part
-    sharded = {'model': {k: v for k, v in get_model_state_dict(raw_model, options=ours).items() if 'ghost_' not in k},
-               'optimizer': get_optimizer_state_dict(raw_model, optimizer, options=ours)}
-    sharded['model'].pop('lm_head.weight')                     # tied, stored once
-    groups = sharded['optimizer'].pop('param_groups')
-    dcp.load(sharded, checkpoint_id=checkpoint, no_dist=not distributed)
-    set_model_state_dict(raw_model, sharded['model'], options=StateDictOptions(strict=False))
-    set_optimizer_state_dict(raw_model, optimizer, {**sharded['optimizer'], 'param_groups': groups})
-elif checkpoint is not None:
-    if optimizer_state and 0 in optimizer_state['state']:      # nanoGPT counts parameters, in the order of the groups
+scaler.load_state_dict(state.get('scaler') or scaler.state_dict())
+settings = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+if checkpoint is not None and checkpoint.suffix != '.pt':       # sharded: every rank reads its part
+    tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model).items() if k in params},
+               'optimizer': get_optimizer_state_dict(raw_model, optimizer)}
+    groups = tensors['optimizer'].pop('param_groups')
+    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=not distributed)
+    set_model_state_dict(raw_model, tensors['model'], options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(raw_model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
+elif has_optimizer_state:
+    if 0 in optimizer_state.get('state', {}):       # nanoGPT counts parameters, in the order of the groups
         names = [n for decays in (True, False) for n, p in params.items() if (p.dim() >= 2) == decays]
         optimizer_state = {'state': {names[i]: s for i, s in optimizer_state['state'].items()}, 'param_groups': [
             {**g, 'params': [names[i] for i in g['params']]} for g in optimizer_state['param_groups']]}
-    set_optimizer_state_dict(raw_model, optimizer, optimizer_state, options=everything)
-for group, values in zip(optimizer.param_groups, hyperparameters):
-    group.update(values)             # today's settings, not the checkpoint's
-if state.get('scaler'):
-    scaler.load_state_dict(state['scaler'])
-if use_ghost:
-    everyone = dict(raw_model.named_parameters())
-    ghosts = [(params[n], everyone[f'{n.rpartition(".")[0]}.ghost_{n.rpartition(".")[2]}']) for n in ghost_names]
+    set_optimizer_state_dict(raw_model, optimizer, optimizer_state, options=from_rank0)
+for group, values in zip(optimizer.param_groups, settings):
+    group.update(values)                # weight decay and betas of today, not the checkpoint's
 del weights, optimizer_state
-scale = samples_per_step // batch_size if scale_lr else 1   # world size x micro-batches per rank: the same at every world size
+ghosts = []     # (parameter, its ghost_*)
+if use_ghost:
+    frozen = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if not p.requires_grad}
+    ghosts = [(params[name], frozen[name]) for name in ghost_names]
+if scale_lr:
+    learning_rate, min_lr = (r * gradient_accumulation_steps for r in (learning_rate, min_lr))
 
 
 def lr_at(step):
-    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then a cosine down to min_lr."""
+    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then a cosine to min_lr."""
     if not decay_lr:
-        return learning_rate * scale
+        return learning_rate
     if step < warmup_iters:
-        return learning_rate * scale * (step + 1) / warmup_iters
+        return learning_rate * (step + 1) / warmup_iters
     if step >= lr_decay_iters:
-        return min_lr * scale
+        return min_lr
     done = (step - warmup_iters) / (lr_decay_iters - warmup_iters)
-    return scale * (min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * done)) / 2)
+    return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-# FSDP casts by its own policy; everywhere else autocast does
+# FSDP casts by its own policy, the other modes by autocast
 autocast = nullcontext() if dtype == 'float32' or use_fsdp else torch.autocast(device_type, getattr(torch, dtype))
 
 
 def sync_gradients(last):
-    """Ranks exchange gradients in the last backward pass of a step only; FSDP keeps them unsharded until then."""
+    """Before a backward pass: the ranks exchange gradients in the last one only."""
     if use_fsdp:
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
@@ -459,17 +465,17 @@ def sync_gradients(last):
         model.require_backward_grad_sync = last
 
 
-def all_reduce(tensor, op='sum'):
+def mean_over_ranks(tensor):
     if distributed:
-        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
-    return tensor
+        dist.all_reduce(tensor)
+    return tensor / world_size
 
 
 @torch.no_grad()
 def evaluate():
-    """Mean loss, nats, over eval_iters batches of windows spread evenly over each split; all ranks participate."""
+    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows; all ranks participate."""
     model.eval()
-    losses = {}
+    means = {}
     for split in ('train', 'val'):
         windows, total = bins[split][2] - block_size, torch.zeros((), device=device)
         for k in range(rank, math.ceil(eval_iters / world_size) * world_size, world_size):
@@ -477,120 +483,87 @@ def evaluate():
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
                 loss = model(X, Y).mean()
-            total += loss * (k < eval_iters)    # beyond: ranks without a batch left still take part, for FSDP's sake
-        losses[split] = all_reduce(total).item() / eval_iters
+            total += loss * (k < eval_iters)    # a rank without a batch left still takes part, for FSDP's sake
+        means[split] = mean_over_ranks(total).item() * world_size / eval_iters
     model.train()
-    return losses
+    return means
 
-
-# ---- saving: everything appears under its name only when complete ------------------------------------------------------------
-def write_file(path, write):
-    """write(file) goes to a temporary file, reaches the disk and then takes the name."""
-    temporary = path.with_name(path.name + '.tmp')
-    with open(temporary, 'wb') as f:
-        write(f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-
-
-pending = None      # a sharded checkpoint being written in the background, its folder and whether it is the best
-saver_group = dist.new_group(backend='gloo') if distributed and checkpoint_async else None  # training uses the other one
+# ---- saving: everything takes its name only when complete ------------------------------------------------------------
+pending = None      # a sharded checkpoint being written: (future or None, folder, whether it is the best)
+saver_group = dist.new_group(backend='gloo') if distributed and checkpoint_async else None      # apart from training's
 
 
 def finish_checkpoint():
-    """After a sharded checkpoint is complete: say which is best, delete those past keep_checkpoints."""
+    """Wait for a pending checkpoint; note down if it is the best, delete those past keep_checkpoints."""
     global pending
     if pending is None:
         return
-    future, folder, best = pending
-    pending = None
+    (future, folder, best), pending = pending, None
     if future is not None:
         future.result()             # an error of the background thread shows here
     if master_process:
+        note = folder.with_name('best.json')
         if best:
-            write_file(out / 'ckpt_dcp' / 'best.json', lambda f: f.write(json.dumps({'step': folder.name}).encode()))
-        done = sorted((p.parent for p in (out / 'ckpt_dcp').glob('step_*/.metadata')), key=lambda p: int(p.name[5:]))
-        best = out / 'ckpt_dcp' / 'best.json'
-        best = json.loads(best.read_text())['step'] if best.is_file() else ''
-        for old in done[:-keep_checkpoints] if keep_checkpoints else []:
-            if old.name != best:
-                (old / '.metadata').unlink()    # first, so that a half-deleted one does not count
+            write_file(note, json.dumps({'step': folder.name}).encode())
+        keep = json.loads(note.read_text())['step'] if note.is_file() else ''
+        complete = sorted((f.parent for f in folder.parent.glob('step_*/.metadata')), key=lambda p: int(p.name[5:]))
+        for old in complete[:-keep_checkpoints] if keep_checkpoints else []:
+            if old.name != keep:
+                (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
                 shutil.rmtree(old)
 
 
 def save_checkpoint(last, best):
-    """ckpt.pt and/or best.pt, or ckpt_dcp/step_N, with everything that continuing needs; all ranks participate."""
+    """ckpt.pt and/or best.pt, or ckpt_dcp/step_N: all that continuing in any mode needs; all ranks participate."""
     global pending
     start = time.perf_counter()
-    if use_ghost:
-        write_dots()
+    write_dots()
     full = checkpoint_format == 'full'
-    options = StateDictOptions(full_state_dict=full, cpu_offload=full, ignore_frozen_params=True)
-    tensors = {'model': {k: v for k, v in get_model_state_dict(raw_model, options=options).items() if 'ghost_' not in k},
+    options = StateDictOptions(full_state_dict=full, cpu_offload=full)      # full: gathered tensor by tensor on rank 0
+    tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model, options=options).items() if k in params},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer, options=options)}
-    rest = dict(model_args=state['model_args'], iter_num=iter_num, best_val_loss=best_val_loss, config=config, meta=meta,
+    rest = dict(model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config, meta=meta,
                 scaler=scaler.state_dict(), wandb_id=wandb_id)
     if full and master_process:
         tensors['model']['lm_head.weight'] = tensors['model']['transformer.wte.weight']     # one tensor, stored once
-        files = [out / 'ckpt.pt'] * last + [out / 'best.pt'] * best
-        write_file(files[0], lambda f: torch.save({**tensors, **rest}, f))
-        if len(files) > 1:
-            with open(files[0], 'rb') as written:
-                write_file(files[1], lambda f: shutil.copyfileobj(written, f))
+        names = ['ckpt.pt'] * last + ['best.pt'] * best
+        write_file(out / names[0], lambda f: torch.save({**tensors, **rest}, f))
+        if last and best:
+            with open(out / 'ckpt.pt', 'rb') as written:
+                write_file(out / 'best.pt', lambda f: shutil.copyfileobj(written, f))
     elif not full:
-        finish_checkpoint()             # two at once would deadlock
+        finish_checkpoint()         # two at once would deadlock
         folder = out / 'ckpt_dcp' / f'step_{iter_num}'
-        tensors['model'].pop('lm_head.weight')
         rest['param_groups'] = tensors['optimizer'].pop('param_groups')
-        if master_process and not (folder / '.metadata').is_file():
-            shutil.rmtree(folder, ignore_errors=True)       # of a save that died
+        if master_process:
+            shutil.rmtree(folder, ignore_errors=True)       # what a save that died left; complete ones are older
             folder.mkdir(parents=True)
-            write_file(folder / 'state.json', lambda f: f.write(json.dumps(rest).encode()))
+            write_file(folder / 'state.json', json.dumps(rest).encode())
         if distributed:
             dist.barrier()
-        if checkpoint_async:
-            pending = dcp.async_save(tensors, checkpoint_id=folder, process_group=saver_group, no_dist=not distributed), folder, best
-        else:
-            dcp.save(tensors, checkpoint_id=folder, no_dist=not distributed)
-            pending = None, folder, best
+        save, group = (dcp.async_save, {'process_group': saver_group}) if checkpoint_async else (dcp.save, {})
+        future = save(tensors, checkpoint_id=folder, no_dist=not distributed, **group)
+        pending = future if checkpoint_async else None, folder, best
+        if not checkpoint_async:
             finish_checkpoint()
-    say(f'saved {"best and " if best and last else "best " if best else ""}checkpoint of step {iter_num}: '
+    say(f'saved step {iter_num} as {" and ".join(["checkpoint"] * last + ["best"] * best)}; '
         f'training waited {time.perf_counter() - start:.2f} s')
 
 
-# ---- ghost files and gradient dumps ----------------------------------------------------------------------------------------
-dots_dir, dots_rows = out / 'grad_dotprods', []     # rows: one dict of tensors per scored step, on rank 0
+dots_dir, dots_rows = out / 'grad_dotprods', []     # rows: a dict of tensors per scored step, on rank 0
 
 
 def write_dots():
-    """The scored steps since the last call -> grad_dotprods/iter_NNNNNN.safetensors, N = steps done."""
-    if master_process and dots_rows:
-        columns = {k: torch.stack([row[k] for row in dots_rows]) for k in dots_rows[0]}
-        content = save_safetensors(columns, {'parameters': json.dumps(ghost_names)})
-        write_file(dots_dir / f'iter_{iter_num:06d}.safetensors', lambda f: f.write(content))
+    """The scored steps since the last call -> grad_dotprods/iter_NNNNNN.safetensors, N steps being done."""
+    if dots_rows:
+        columns = {name: torch.stack([row[name] for row in dots_rows]) for name in dots_rows[0]}
+        content = to_safetensors(columns, {'parameters': json.dumps(ghost_names)})
+        write_file(dots_dir / f'iter_{iter_num:06d}.safetensors', content)
         dots_rows.clear()
 
 
-def gather(tensors):
-    """List over micro-batches of (..., batch_size) on every rank -> (..., samples of the global batch), in order, on the CPU."""
-    mine = torch.stack(tensors)
-    parts = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(parts, mine) if distributed else parts[0].copy_(mine)
-    return torch.stack(parts, 1).flatten(0, 1).movedim(0, -2).flatten(-2).cpu()
-
-
-def val_offsets(step):
-    """Token offsets of this rank's ghost validation samples: the same at every step unless they are resampled."""
-    n = ghost_val_batch_size // world_size
-    j = rank * n + np.arange(n)
-    windows = np.uint64(bins['ghost'][2] - block_size)
-    return (hash64(seed + 1, step if ghost_val_resample else 0, j) % windows).astype(np.int64)
-
-
-def dump_gradients():
-    """Gradients of this step -> gradient_dumper/stepN, which takes its name when complete; all ranks participate."""
-    folder = out / 'gradient_dumper' / f'step{iter_num}'
+def dump_gradients(folder):
+    """This step's gradients -> gradient_dumper/stepN/{sharded,sampled}; all ranks participate."""
     temporary = folder.with_name(folder.name + '.tmp')
     if master_process:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -598,200 +571,220 @@ def dump_gradients():
     if distributed:
         dist.barrier()
     if grad_dump_save_first_n is None:
-        dcp.save({name: p.grad for name, p in params.items()}, checkpoint_id=temporary / 'sharded', no_dist=not distributed)
+        gradients = {name: p.grad for name, p in params.items()}
+        dcp.save(gradients, checkpoint_id=temporary / 'sharded', no_dist=not distributed)
     else:
         for name, p in params.items():      # one full gradient at a time
-            g = p.grad.full_tensor() if use_fsdp else p.grad
+            full = p.grad.full_tensor() if use_fsdp else p.grad
+            n = min(grad_dump_save_first_n, len(full))
             if master_process:
-                n = min(grad_dump_save_first_n, len(g))
-                content = save_safetensors({'gradient': g[:n].cpu().contiguous()})
-                write_file(temporary / 'sampled' / f'{name}_first{n}.safetensors', lambda f: f.write(content))
+                content = to_safetensors({'gradient': full[:n].contiguous().cpu()})
+                write_file(temporary / 'sampled' / f'{name}_first{n}.safetensors', content)
     if distributed:
         dist.barrier()
     if master_process:
         os.replace(temporary, folder)
 
 
-# ---- the first writes: everything has been checked -----------------------------------------------------------------------------
+# ---- the first writes: everything has been checked -------------------------------------------------------------------
 if master_process and not eval_only:
-    if checkpoint is None:
-        for name in leftovers:      # overwrite=True, or a restart before the first checkpoint
-            (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
-    out.mkdir(parents=True, exist_ok=True)
-    write_file(out / 'config.json', lambda f: f.write(json.dumps(config, indent=1).encode()))
-    if checkpoint is not None:      # drop what a killed run wrote after its last checkpoint: it is about to happen again
-        log = out / 'log.jsonl'
-        lines = log.read_text().splitlines() if log.is_file() else []
-        kept = [line for line in lines if line.endswith('}') and json.loads(line)['iter'] < iter_num]
-        write_file(log, lambda f: f.write(''.join(line + '\n' for line in kept).encode()))
+    for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
+        (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
+    for folder in [out] + [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
+        folder.mkdir(parents=True, exist_ok=True)
+    write_file(out / 'config.json', json.dumps(config, indent=1).encode())
+    if checkpoint is not None:      # drop what a killed run logged after its last checkpoint: it will happen again
+        lines = (out / 'log.jsonl').read_text().splitlines() if (out / 'log.jsonl').is_file() else []
+        lines = [line + '\n' for line in lines if line.endswith('}') and json.loads(line)['iter'] < iter_num]
+        write_file(out / 'log.jsonl', ''.join(lines).encode())
         for path in dots_dir.glob('iter_*.safetensors'):
             if int(path.stem[5:]) > iter_num:
                 path.unlink()
-    for wanted, folder in ((use_ghost, dots_dir), (grad_dump, out / 'gradient_dumper')):
-        if wanted:
-            folder.mkdir(exist_ok=True)
+    if use_ghost and not ghost_val_resample:
+        offsets = val_offsets(0)
+        X, Y = read_windows('ghost', offsets)
+        content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': torch.cat((X, Y[:, -1:]), 1).cpu()})
+        write_file(dots_dir / 'valset.safetensors', content)
     if wandb_log:
         try:
             import wandb
-            run = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
-                             resume='allow' if wandb_id else None)
-            wandb_id = run.id
+            wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
+                                  resume='allow').id
         except ImportError:
-            fail('wandb_log=True needs a package: pip install wandb')
+            fail('wandb_log=True needs the package: pip install wandb')
         except Exception as error:
-            fail(f'wandb_log=True: {error}; run `wandb login`, or set WANDB_MODE=offline'.replace('\n', ' '))
-
-live = master_process and sys.stdout.isatty()
+            fail(f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline')
+live = sys.stdout.isatty()
 
 
 def say(message, passing=False):
-    """Rank 0 prints a line; a passing one is replaced by the next on a terminal."""
+    """Rank 0 prints a line; on a terminal the next one takes a passing one's place."""
     if master_process:
-        print(('\r\033[K' if live else '') + message, end='' if live and passing else '\n', flush=True)
+        print('\r\033[K' * live + message, end='' if live and passing else '\n', flush=True)
 
 
 def log(record):
-    """One object per line in log.jsonl, and to wandb."""
+    """A line of log.jsonl, and wandb."""
     if master_process and not eval_only:
         with open(out / 'log.jsonl', 'a') as f:
             f.write(json.dumps(record) + '\n')
         if wandb_log:
-            wandb.log({k: v for k, v in record.items() if v is not None and k != 'iter'}, step=record['iter'])
+            wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
 
 
-peak = peak_flops(torch.cuda.get_device_name(device)) if device_type == 'cuda' else None
-mode = 'plain' if not distributed else 'DDP' if not use_fsdp else 'FSDP' if fsdp_replicate == 1 else f'HSDP {fsdp_replicate} x {world_size // fsdp_replicate}'
-held = sum((p.to_local() if use_fsdp else p).numel() for p in params.values()) * 4 / 2**30
-say(f'{mode}, {world_size} x {torch.cuda.get_device_name(device) if device_type == "cuda" else device}, {dtype}, '
-    f'compile {"on" if compile else "off"}, fused AdamW {"yes" if fused else "no"}')
-say(f'{num_params:,} parameters; rank 0 holds {held:.3f} GiB of them, {held:.3f} of gradients, {2 * held:.3f} of optimizer state '
-    f'(DDP: {num_params * 4 / 2**30:.3f}, {num_params * 4 / 2**30:.3f}, {num_params * 8 / 2**30:.3f})')
-say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches x {world_size} ranks = {tokens_per_step:,}')
-say(f'{max_iters:,} steps see {max_iters * tokens_per_step:,} tokens, {max_iters * tokens_per_step / bins["train"][2]:.2f} epochs of {dataset}')
+card = torch.cuda.get_device_name(device) if gpus else device
+peak = peak_flops(card)
+replicas = fsdp_replicate if use_fsdp else world_size
+mode = 'plain' if not distributed else 'DDP' if not use_fsdp else 'FSDP' if fsdp_replicate == 1 else 'HSDP'
+mode += f' {fsdp_replicate} x {world_size // fsdp_replicate}' if mode == 'HSDP' else ''
+held, whole = sum((p.to_local() if use_fsdp else p).numel() for p in params.values()) / 2**18, num_params / 2**18
+say(f'{mode}, {world_size} x {card}, {dtype}, compile {"on" if compile else "off"}, '
+    f'fused AdamW {"yes" if fused else "no"}')
+say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + optimizer state: '
+    f'{held:.1f} + {held:.1f} + {2 * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {2 * whole:.1f}')
+say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches '
+    f'x {world_size} ranks = {tokens_per_step:,}')
+say(f'{max_iters:,} steps see {max_iters * tokens_per_step:,} tokens, '
+    f'{max_iters * tokens_per_step / bins["train"][2]:.2f} epochs of {dataset}')
 
-# ---- the loop -------------------------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 stop_signal = 0
 
 
-def on_signal(number, frame):   # finish the step, save, exit; a second signal kills as usual
+def on_signal(number, frame):   # finish the step, save, exit; the same signal again kills as usual
     global stop_signal
     stop_signal = number
     signal.signal(number, signal.SIG_DFL)
 
 
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, on_signal)
-
+signal.signal(signal.SIGINT, on_signal)
+signal.signal(signal.SIGTERM, on_signal)
 model.train()
-X, Y, offsets = train_batch(iter_num, 0)
-stopping, saved_at, timed_from, clock = 0, start_iter, iter_num, time.perf_counter()
+X, Y = train_batch(iter_num, 0)
+stopping, saved_at, timed_from, clock = False, start_iter, iter_num, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
     for group in optimizer.param_groups:
         group['lr'] = lr
 
     done, improved = iter_num >= max_iters, False
-    evaluating = iter_num % eval_interval == 0 or done or eval_only
-    if evaluating and not stopping:
+    evaluating = (iter_num % eval_interval == 0 or done or eval_only) and not stopping
+    if evaluating:
         losses = evaluate()
         improved, best_val_loss = losses['val'] < best_val_loss, min(losses['val'], best_val_loss)
         say(f'step {iter_num}: train loss {losses["train"]:.4f}, val loss {losses["val"]:.4f}')
-        log({'iter': iter_num, 'tokens': iter_num * tokens_per_step, 'train_loss': losses['train'], 'val_loss': losses['val']})
+        log(dict(iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=losses['train'], val_loss=losses['val']))
     if eval_only:
         break
-    last = (iter_num % checkpoint_interval == 0 if checkpoint_interval else evaluating and (always_save_checkpoint or improved)) or done or stopping
+    if checkpoint_interval:
+        last = iter_num % checkpoint_interval == 0 or done or stopping
+    else:
+        last = evaluating and (always_save_checkpoint or improved) or done or stopping
     if iter_num > saved_at and (last or improved):
-        save_checkpoint(bool(last), improved)
-    if evaluating or last:
-        saved_at = iter_num if last else saved_at
-        timed_from, clock = iter_num, time.perf_counter()
+        save_checkpoint(last, improved)
+        saved_at = iter_num
     if done or stopping:
         break
+    if evaluating or saved_at == iter_num:
+        timed_from, clock = iter_num, time.perf_counter()
 
     if dropout > 0:     # masks depend on (seed, step, rank) alone: a resumed run draws the same
         torch.manual_seed(int(hash64(seed, iter_num, rank)[0] >> np.uint64(1)))
     loss_scale = scaler.get_scale()     # 1 unless float16
-    scored = use_ghost and iter_num % ghost_interval == 0
-    if scored:          # the gradient of the validation loss, over all ranks, into ghost_*
+    scored, val_loss = use_ghost and iter_num % ghost_interval == 0, torch.zeros((), device=device)
+    if scored:          # ghost_* <- the gradient of the validation loss over all ranks' rows
         model.eval()
-        mine, val_loss = val_offsets(iter_num), torch.zeros((), device=device)
-        chunk = min(batch_size, len(mine))
-        for i in range(0, len(mine), chunk):
-            sync_gradients(i + chunk >= len(mine))
+        offsets = val_offsets(iter_num)[rank * ghost_rows:(rank + 1) * ghost_rows]
+        for i in range(0, ghost_rows, batch_size):
+            sync_gradients(last=i + batch_size >= ghost_rows)
             with autocast:
-                loss = model(*read_windows('ghost', mine[i:i + chunk])).mean() * chunk / len(mine)
+                loss = model(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_rows
             scaler.scale(loss).backward()
             val_loss += loss.detach()
         with torch.no_grad():
             for p, ghost in ghosts:
-                ghost.copy_(p.grad / loss_scale if loss_scale != 1 else p.grad)
+                ghost.copy_(p.grad if loss_scale == 1 else p.grad / loss_scale)
                 p.grad = None
         model.train()
 
-    loss_sum, rows = torch.zeros((), device=device), []
+    train_loss, columns = torch.zeros((), device=device), []
     for micro in range(micro_batches):
-        sync_gradients(micro == micro_batches - 1)
-        zeros = torch.zeros(len(ghost_names), batch_size, device=device, requires_grad=True) if scored else None
+        sync_gradients(last=micro == micro_batches - 1)
+        zeros = torch.zeros(len(ghosts), batch_size, device=device, requires_grad=True) if scored else None
         with autocast:
-            losses = model(X, Y, zeros)                 # (batch_size,)
+            losses = model(X, Y, zeros)                                 # (batch_size,)
             loss = losses.mean() / micro_batches
-        this = offsets
-        X, Y, offsets = train_batch(*divmod(iter_num * micro_batches + micro + 1, micro_batches))  # while the GPU works
+        X, Y = train_batch(*divmod(iter_num * micro_batches + micro + 1, micro_batches))    # while the GPU works
         scaler.scale(loss).backward()
-        loss_sum += loss.detach()
-        if scored:
-            rows.append((zeros.grad, losses.detach(), torch.from_numpy(this).to(device)))
+        train_loss += loss.detach()
+        if scored:      # zeros.grad is of the scaled mean loss: undo that, so that values depend on neither
+            dots = zeros.grad * (micro_batches * batch_size / loss_scale)
+            columns.append(torch.cat((dots if ghost_per_param else dots.sum(0, keepdim=True), losses.detach()[None])))
 
-    scaler.unscale_(optimizer) if scaler.is_enabled() else None
-    if grad_dump and iter_num >= grad_dump_start_step and (iter_num - grad_dump_start_step) % grad_dump_step_interval == 0 \
-            and (grad_dump_end_step is None or iter_num <= grad_dump_end_step) and iter_num not in dumped:
-        dump_gradients()
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+    since, end = iter_num - grad_dump_start_step, math.inf if grad_dump_end_step is None else grad_dump_end_step
+    if grad_dump and since >= 0 == since % grad_dump_step_interval and iter_num <= end and iter_num not in dumped:
+        dump_gradients(out / 'gradient_dumper' / f'step{iter_num}')
     norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)
     norm = (norm.full_tensor() if use_fsdp else norm).to(device)
-    # the step's only wait for the GPU; every rank gets the same numbers, hence takes the same decisions
-    loss, norm, stopping = (all_reduce(torch.stack([loss_sum, norm.float(), torch.tensor(float(stop_signal), device=device)])) / world_size).tolist()
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if not finite and on_nonfinite == 'stop' and not (scaler.is_enabled() and math.isfinite(loss)):
-        say(f'step {iter_num}: loss {loss}, gradient norm {norm}: stopped before the update. Lower learning_rate, or --on_nonfinite=skip')
+    # the step's only wait for the GPU; all ranks get the same numbers and so decide alike
+    stop = torch.full((), stop_signal, device=device)
+    numbers = mean_over_ranks(torch.stack([n.float() for n in (train_loss, val_loss, norm, stop)]))
+    train_loss, val_loss, norm, stopping = numbers.tolist()
+    stopping = stopping > 0
+    finite = math.isfinite(train_loss) and math.isfinite(norm)
+    if not finite and on_nonfinite == 'stop' and not (scaler.is_enabled() and math.isfinite(train_loss)):
+        write_dots()
+        say(f'step {iter_num}: loss {train_loss}, gradient norm {norm}: stopped before the update; '
+            'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
         sys.exit(1)
     if finite:
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
+
     if scored and finite:
-        dots = gather([g if ghost_per_param else g.sum(0) for g, _, _ in rows]) * (micro_batches * batch_size / loss_scale)
-        row = dict(dot_product=dots.sum(0) if ghost_per_param else dots, offset=gather([o for _, _, o in rows]), loss=gather([l for _, l, _ in rows]),
-                   val_loss=(all_reduce(val_loss) / world_size).cpu(), iter=torch.tensor(iter_num), lr=torch.tensor(lr), grad_norm=torch.tensor(norm),
-                   clip_coef=torch.tensor(min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0))
-        if ghost_per_param:
-            row['dot_product_per_param'] = dots
-        if ghost_val_resample:
-            row['val_offset'] = gather([torch.from_numpy(mine).to(device)])
-        dots_rows.append(row) if master_process else None
+        mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)
+        ranks = [torch.empty_like(mine) for _ in range(world_size)] if distributed else [mine]
+        if distributed:
+            dist.all_gather(ranks, mine)
+        table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
+        if master_process:
+            offsets = torch.from_numpy(train_offsets(iter_num, np.arange(samples_per_step)))
+            coef = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
+            row = dict(iter=torch.tensor(iter_num), offset=offsets, dot_product=table[:-1].sum(0), loss=table[-1])
+            row |= dict(zip(('lr', 'clip_coef', 'val_loss', 'grad_norm'), torch.tensor([lr, coef, val_loss, norm])))
+            row |= {'dot_product_per_param': table[:-1]} if ghost_per_param else {}
+            row |= {'val_offset': torch.from_numpy(val_offsets(iter_num))} if ghost_val_resample else {}
+            dots_rows.append(row)
     iter_num += 1
-    if use_ghost and iter_num % ghost_save_interval == 0:
+    if iter_num % ghost_save_interval == 0:
         write_dots()
-    if check_sync_interval and iter_num % check_sync_interval == 0 and distributed and (not use_fsdp or fsdp_replicate > 1):
-        bits = torch.stack([(p.to_local() if use_fsdp else p.detach()).view(torch.int32).sum(dtype=torch.int64) for p in params.values()])
-        low, high = bits.clone(), bits
-        replicas = mesh['replicate'].get_group() if use_fsdp else None
-        dist.all_reduce(low, dist.ReduceOp.MIN, replicas)
-        dist.all_reduce(high, dist.ReduceOp.MAX, replicas)
-        differ = all_reduce((low != high).to(device, torch.int32), 'max').tolist()
+    if replicas > 1 and check_sync_interval and iter_num % check_sync_interval == 0:
+        local = [p.to_local() if use_fsdp else p.detach() for p in params.values()]
+        high = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
+        low = high.clone()
+        group = mesh['replicate'].get_group() if use_fsdp else None
+        dist.all_reduce(high, dist.ReduceOp.MAX, group)
+        dist.all_reduce(low, dist.ReduceOp.MIN, group)
+        differ = mean_over_ranks((high != low).float()).tolist()
         if any(differ):
-            say(f'step {iter_num}: the replicas differ in {list(params)[differ.index(1)]}: a faulty GPU or a change that runs on some ranks only')
+            name = [n for n, d in zip(params, differ) if d][0]
+            say(f'step {iter_num}: replicas differ in {name}: a faulty device, or code that runs on some ranks only')
             sys.exit(1)
     if (iter_num - 1) % log_interval == 0 or iter_num == max_iters:
         seconds = (time.perf_counter() - clock) / (iter_num - timed_from)
         timed_from, clock = iter_num, time.perf_counter()
         mfu = flops_per_step / seconds / (peak * world_size) if peak else None
-        memory = torch.cuda.max_memory_allocated() / 2**30 if device_type == 'cuda' else None
+        memory = torch.cuda.max_memory_allocated() / 2**30 if gpus else None
         left = int(seconds * (max_iters - iter_num))
-        say(f'step {iter_num - 1}: loss {loss:.4f}, lr {lr:.2e}, norm {norm:.3f}, {seconds * 1000:.1f} ms, {tokens_per_step / seconds:,.0f} tokens/s, '
-            f'MFU {f"{mfu:.1%}" if mfu else "n/a"}, {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
-        log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=loss, lr=lr, grad_norm=norm, ms=seconds * 1000,
-                 tokens_per_s=tokens_per_step / seconds, mfu=mfu, memory_gib=memory))
-    if iter_num == start_iter + 1 and device_type == 'cuda':
+        say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {norm:.3f}, {seconds * 1000:.1f} ms, '
+            f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '
+            f'{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
+        log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=train_loss, lr=lr, grad_norm=norm,
+                 ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu, memory_gib=memory))
+    if iter_num == start_iter + 1 and gpus:
         say(f'peak memory of the first step: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB')
     if pending and pending[0].done():
         finish_checkpoint()
@@ -802,5 +795,5 @@ if wandb_log and master_process and not eval_only:
 if distributed:
     dist.destroy_process_group()
 if stopping:
-    say(f'stopped by a signal after step {iter_num}; --init_from=resume goes on from there')
+    say(f'stopped by a signal after {iter_num} steps; --init_from=resume goes on from there')
     sys.exit(128 + (stop_signal or signal.SIGTERM))

@@ -151,11 +151,12 @@ def _tiktoken(name):
 # files and the network
 
 def write_file(path, data):
-    """Writes bytes so that `path` is either absent, as before, or complete, whenever the machine stops."""
+    """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before, or
+    complete, whenever the machine stops."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
-            f.write(data)
+            data(f) if callable(data) else f.write(data)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -225,7 +226,7 @@ def hub_files(repo, *places, suffix=".parquet"):
     fail(f"the list of files of {repo} can not be had from {endpoint} ({reason}); give local files with --input", 1)
 
 
-def fetch(file, path, patience=5):
+def fetch(file, path, patience=6):
     """Downloads file["url"] to `path`, which appears only when size and sha256 (where known) are right. What came
     before a broken connection or a kill is kept in `path`.part and not asked for again."""
     part, url, size = Path(f"{path}.part"), file["url"], file["size"]
@@ -260,7 +261,7 @@ def fetch(file, path, patience=5):
         failures = 0 if now > have else failures + 1
         if failures == patience:
             fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on", 1)
-        time.sleep(min(0.2 * 2 ** failures, 10) if failures else 0)
+        time.sleep(2 ** (failures - 1) if failures else 0)  # half a minute in all
     with open(part, "rb") as f:
         sha256 = hashlib.sha256()
         while block := f.read(1 << 20):
