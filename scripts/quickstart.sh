@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets up, prepares tiny Shakespeare, trains a small GPT on its characters on whatever device is here, prints a sample.
+# On two CPU cores about 4 minutes after the packages are there. Arguments go to train.py.
+set -euo pipefail
+. "$(dirname "$0")/setup.sh"
+[ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
+config=$("$PYTHON" -c 'import torch; print("train_shakespeare_char" + "_cpu" * (not torch.cuda.is_available()))')
+"$PYTHON" train.py "config/$config.py" --overwrite=True "$@"
+"$PYTHON" scripts/sample.py --out_dir=out-shakespeare-char --num_samples=1

@@ -1,0 +1,87 @@
+"""
+Continue a text with a trained model.
+
+python scripts/sample.py --out_dir=out-shakespeare-char --start='ROMEO:'
+python scripts/sample.py --init_from=gpt2-xl --start='The meaning of life is' --num_samples=3 --max_new_tokens=100
+python scripts/sample.py --start=FILE:prompt.txt          the prompt is what the file holds
+"""
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from configurator import configure
+from data.tokenbins import get_tokenizer, load_meta
+from export import read_checkpoint
+from model import GPT, GPTConfig, load_hf
+
+# ---- what to sample from ---------------------------------------------------------------------------------------------
+out_dir = 'out'             # a run of train.py: its best.pt, or where there is none its newest checkpoint; or a .pt file
+init_from = 'resume'        # 'resume': from out_dir | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | a folder in Hugging Face form
+# ---- how -------------------------------------------------------------------------------------------------------------
+start = '\n'                # the prompt; '' begins a document; 'FILE:path' reads a file
+num_samples = 10
+max_new_tokens = 500        # per sample
+temperature = 0.8           # 0 always takes the likeliest token; 1 draws as the model says
+top_k = 200                 # draw from the k likeliest tokens; 0 disables
+top_p = 1.0                 # draw from the fewest tokens with this much probability together; 1 disables
+seed = 1337
+# ---- machine ---------------------------------------------------------------------------------------------------------
+device = 'auto'             # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
+dtype = 'auto'              # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
+compile = False             # torch.compile, which pays for many tokens only
+# ----------------------------------------------------------------------------------------------------------------------
+configure(globals())
+
+
+def fail(message):
+    print(f'sample.py: {message}', file=sys.stderr)
+    sys.exit(2)
+
+
+for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0).items():
+    if globals()[name] < least:
+        fail(f'{name}={globals()[name]}: must be at least {least}')
+if not 0 < top_p <= 1:
+    fail(f'top_p={top_p}: must be above 0 and at most 1')
+if device == 'auto':
+    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+if dtype == 'auto':
+    dtype = 'bfloat16' if device.startswith('cuda') and torch.cuda.is_bf16_supported() else 'float32'
+if dtype not in ('float32', 'bfloat16', 'float16'):
+    fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
+
+try:
+    if init_from == 'resume':
+        best = Path(out_dir) / 'best.pt'
+        source = best if best.is_file() else Path(out_dir)
+        if not source.exists():
+            raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
+        checkpoint = read_checkpoint(str(source))
+        model_args, weights = checkpoint['model_args'], checkpoint['model']
+        meta = checkpoint['meta'] or load_meta(     # nanoGPT's checkpoints do not say how to decode
+            Path(__file__).resolve().parents[1] / 'data' / checkpoint['config'].get('dataset', ''))
+    else:
+        model_args, weights = load_hf(init_from)
+        meta = {}
+    tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
+    if start.startswith('FILE:'):
+        start = Path(start[5:]).read_text(encoding='utf-8')
+    prompt = torch.tensor(tokenizer.encode(start), dtype=torch.long, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
+    fail(str(error).splitlines()[0])
+model = GPT(GPTConfig(**{**model_args, 'dropout': 0.0})).to(device).eval()
+model.load_state_dict(weights)
+if compile:
+    model.compile(dynamic=True)
+
+autocast = nullcontext() if dtype == 'float32' else torch.autocast(torch.device(device).type, getattr(torch, dtype))
+for _ in range(num_samples):
+    with autocast:
+        tokens = model.generate(prompt[None], max_new_tokens, temperature, top_k or None, top_p if top_p < 1 else None,
+                                vocab_size=tokenizer.vocab_size, bos=tokenizer.eot or 0, generator=generator)
+    print(tokenizer.decode(tokens[0].tolist()))
+    print('---------------')
