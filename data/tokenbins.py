@@ -151,8 +151,8 @@ def _tiktoken(name):
 # files and the network
 
 def write_file(path, data):
-    """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before, or
-    complete, whenever the machine stops."""
+    """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
+    or complete, whenever the machine stops."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -854,8 +854,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def load_meta(folder):
-    """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there is
-    neither (then the bins hold uint16 ids of GPT-2). ValueError when it can not be read."""
+    """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there
+    is neither (then the bins hold uint16 ids of GPT-2). ValueError when it can not be read."""
     path = next((folder / n for n in ("meta.json", "meta.pkl") if (folder / n).is_file()), None)
     try:
         if path is None:

