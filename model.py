@@ -3,12 +3,15 @@ GPT-2 as plain PyTorch modules, and how each layer's backward yields per-sample 
 This file knows nothing of ranks, devices or training loops.
 
 Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
-FLOPs per token: Appendix B of PaLM (Chowdhery et al. 2022); ghost: "Data Shapley in One Training Run" (arXiv:2406.11011).
+FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley in One Training Run (arXiv:2406.11011).
 
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """
 import json
 import math
+import os
+import re
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +37,7 @@ class GPTConfig:
 # the parameters theta + s_i G with s_i = 0; then d l_i / d s_i is the answer. Each layer y = f(x; theta) is linear in
 # its parameters, so its share of that derivative is sum_t dy_it . f(x_it; G): the backward pass has all it takes, and
 # hands it out as the gradient of s. No hooks, no per-sample gradients in memory, and .grad is what it always was.
-# A layer's `s` is an iterator over zeros (B,), one per parameter in the order of named_parameters(); None: ghost is off.
+# A layer's `s` is an iterator over zeros (B,), one per parameter in the order of named_parameters(); None: ghost off.
 
 class Tap(torch.autograd.Function):
     """The identity on y (B,T,n) = f(x; w, b), whose backward adds the gradients of s_w and s_b (each (B,))."""
@@ -66,9 +69,14 @@ def tap(module, kind, y, x, s):
     return Tap.apply(y, kind, x, module.ghost_weight, G_b, next(s), None if G_b is None else next(s))
 
 
+def initialise(weight, std=0.02):
+    if not weight.is_meta:      # there torch would import its compiler first
+        nn.init.normal_(weight, std=std)
+
+
 class Linear(nn.Linear):
     def reset_parameters(self):
-        nn.init.normal_(self.weight, std=0.02)
+        initialise(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -79,7 +87,7 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     def reset_parameters(self):
-        nn.init.normal_(self.weight, std=0.02)
+        initialise(self.weight)
 
     def forward(self, idx, s=None):
         y = F.embedding(idx, self.weight)
@@ -103,7 +111,7 @@ class Attention(nn.Module):
 
     def forward(self, x, s=None, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x, s).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B,H,T,D) each
+        q, k, v = self.c_attn(x, s).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)     # (B,H,T,D)
         if cache is not None:   # (k, v) of the tokens before; None inside: this is the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -164,7 +172,7 @@ class GPT(nn.Module):
         self.tie()
         for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
             for projection in (block.attn.c_proj, block.mlp.c_proj):
-                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
+                initialise(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def tie(self):
         """One tensor embeds tokens and scores them; call again after whatever replaces parameters."""
@@ -185,7 +193,7 @@ class GPT(nn.Module):
         pos = torch.arange(past, past + idx.size(1), device=idx.device)               # (T,)
         s_wte = s_wpe = s_ln_f = s_head = None
         s_h = [None] * L
-        if s is not None:     # rows in the order of named_parameters(): wte, wpe, the blocks, ln_f; the head is wte again
+        if s is not None:    # rows as named_parameters() orders them: wte, wpe, the blocks, ln_f; the head is wte again
             rows, top = s.unbind(0), 3 + self.config.bias
             n = (len(rows) - top) // L
             s_wte, s_wpe, s_ln_f, s_head = iter(rows[:1]), iter(rows[1:2]), iter(rows[2 - top:]), iter(rows[:1])
@@ -228,7 +236,7 @@ class GPT(nn.Module):
         return names
 
     def param_groups(self, weight_decay):
-        """AdamW's two groups: matrices and embeddings decay, biases and norms do not. Each parameter is in exactly one."""
+        """AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not."""
         params = [p for p in self.parameters() if p.requires_grad]   # tied ones come once; ghost_* are frozen
         return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
                 {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
@@ -249,7 +257,7 @@ class GPT(nn.Module):
         """
         Continue idx (B,T) int64 by max_new_tokens; returns (B, T + max_new_tokens).
         temperature 0 is greedy. top_k keeps the k likeliest tokens, top_p the fewest whose probabilities reach p.
-        vocab_size: ids from here on are padding and never drawn. An empty prompt starts from bos, which is not returned.
+        vocab_size: ids from here on are padding, never drawn. An empty prompt starts from bos, which is not returned.
         The context is the last block_size tokens. With use_cache each step feeds one token while everything fits.
         """
         if temperature < 0:
@@ -289,37 +297,54 @@ def _probabilities(logits, top_k, top_p):   # (B,V) -> (B,V)
     return probs
 
 
-# ---- speed of light ---------------------------------------------------------------------------------------------------
+# ---- speed of light --------------------------------------------------------------------------------------------------
 
 # dense bfloat16 FLOP/s (float16 before Ampere), from the vendors' datasheets; the first name found in the device's wins
-PEAK_FLOPS = {'B200': 2250e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12, 'GH200': 989e12,
-              'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'A40': 150e12,
-              'A30': 165e12, 'A10': 125e12, 'A6000': 155e12, 'RTX 6000 Ada': 364e12, 'V100': 125e12, 'T4': 65e12,
-              'RTX 5090': 210e12, 'RTX 4090': 165e12, 'RTX 4080': 97e12, 'RTX 3090': 71e12, 'RTX 3080': 60e12}
+PEAK_FLOPS = {
+    'B200': 2250e12, 'GH200': 989e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12,
+    'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'A40': 150e12,
+    'A30': 165e12, 'A10': 125e12, 'A6000': 155e12, 'RTX 6000 Ada': 364e12, 'V100': 125e12, 'T4': 65e12,
+    'RTX 5090': 210e12, 'RTX 4090': 165e12, 'RTX 4080': 97e12, 'RTX 3090': 71e12, 'RTX 3080': 60e12}
 
 
 def peak_flops(device_name):
     """Peak FLOP/s of a card by its name as torch.cuda.get_device_name() gives it; None if unknown."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf'\b{name}\b', device_name)), None)
 
 
-# ---- weights in Hugging Face form ---------------------------------------------------------------------------------------
+# ---- weights in Hugging Face form ------------------------------------------------------------------------------------
 
-TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')   # kept (in, out) there
+# kept as (in, out) there
+TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
+
+
+def download_gpt2(name):
+    """Fetch OpenAI's weights, 'gpt2' (0.5 GB) to 'gpt2-xl' (6 GB), once. Returns their folder. Raises OSError."""
+    from data.tokenbins import fetch
+    folder = Path.home() / '.cache' / 'flatgpt' / name
+    for file in ('config.json', 'model.safetensors'):
+        url = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co")}/openai-community/{name}/resolve/main/{file}'
+        if not (folder / file).is_file():
+            with urllib.request.urlopen(urllib.request.Request(url, method='HEAD'), timeout=10) as reply:
+                size = int(reply.headers['Content-Length'])
+            fetch({'url': url, 'size': size, 'sha256': None}, folder / file)
+    return folder
 
 
 def load_hf(path):
     """
-    Read a GPT-2 folder in Hugging Face form (config.json, model.safetensors).
-    Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported.
+    Read a GPT-2 folder in Hugging Face form (config.json, model.safetensors), or OpenAI's weights by name ('gpt2-xl').
+    Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported, and
+    OSError if a download fails.
     """
     from safetensors.torch import load_file
-    path = Path(path)
+    path = download_gpt2(path) if path in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl') else Path(path)
     for name in ('config.json', 'model.safetensors'):
         if not (path / name).is_file():
             raise ValueError(f'{path} has no {name}; expected a GPT-2 folder in Hugging Face form')
     c = json.loads((path / 'config.json').read_text(encoding='utf-8'))
-    gelu = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}.get(c.get('activation_function', 'gelu_new'))
+    gelus = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}
+    gelu = gelus.get(c.get('activation_function', 'gelu_new'))
     wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
               'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
     odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c['n_embd'])}
@@ -327,10 +352,14 @@ def load_hf(path):
         raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
     model_args = dict(n_layer=c['n_layer'], n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
                       block_size=c.get('n_positions', 1024), bias=True, gelu=gelu)
+    try:
+        tensors = load_file(path / 'model.safetensors')
+    except Exception as error:      # safetensors has its own kinds
+        raise ValueError(f'{path}/model.safetensors can not be read: {error}') from None
     state = {}
-    for name, w in load_file(path / 'model.safetensors').items():
+    for name, w in tensors.items():
         name = name.removeprefix('transformer.')
-        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):   # those two are old masks
+        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
             state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
     state['lm_head.weight'] = state['transformer.wte.weight']
     with torch.device('meta'):

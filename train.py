@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from configurator import configure
 from data.tokenbins import load_meta, write_file
 from model import GPT, GPTConfig, load_hf, peak_flops
+
+warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here
@@ -120,9 +123,9 @@ world_size = int(os.environ.get('WORLD_SIZE', 1)) if distributed else 1
 master_process = rank == 0          # prints, and writes what is not sharded
 
 
-def fail(message):
-    """End with one line and exit code 2. All ranks find the same fault, one of them reports it."""
-    if master_process:
+def fail(message, reports=master_process):
+    """End with one line and exit code 2. All ranks find the same fault, as a rule, so one of them reports it."""
+    if reports:
         print(f'train.py: {message}', file=sys.stderr)
     sys.exit(2)
 
@@ -188,9 +191,10 @@ for wrong, message in (
 # resuming needs no stored position, and a sample has a name that lasts: its offset in train.bin.
 bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
 for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dataset or dataset):
-    path = Path(__file__).resolve().parent / 'data' / name / ('train.bin' if split == 'train' else 'val.bin')
+    folder = Path(__file__).resolve().parent / 'data' / name
+    path = (folder if folder.is_dir() else Path(name)) / ('train.bin' if split == 'train' else 'val.bin')
     if not path.is_file():
-        fail(f'{path} not found; run python data/{name}/prepare.py, or name another dataset')
+        fail(f'{path.name} of dataset {name} not found in {folder}: run its prepare.py, or name another dataset')
     try:
         meta = metas[split] = load_meta(path.parent)
     except ValueError as error:
@@ -252,7 +256,7 @@ def read_windows(split, offsets):
     tokens = np.stack([np.fromfile(path, itemtype, block_size + 1, offset=int(o) * itemtype.itemsize) for o in offsets])
     if tokens.max() >= vocab_size:
         where = offsets[tokens.max(1).argmax()]
-        fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids: wrong dataset?')
+        fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids: wrong dataset?', True)
     tokens = torch.from_numpy(tokens.astype(np.int64))
     if gpus:
         tokens = tokens.pin_memory()    # so that the copy below overlaps with the GPU's work
@@ -588,10 +592,20 @@ def dump_gradients(folder):
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 if master_process and not eval_only:
+    out.mkdir(parents=True, exist_ok=True)
+    if wandb_log:
+        try:
+            import wandb
+            wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
+                                  resume='allow').id
+        except ImportError:
+            fail('wandb_log=True needs the package: pip install wandb')
+        except Exception as error:
+            fail(f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline')
     for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
         (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
-    for folder in [out] + [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
-        folder.mkdir(parents=True, exist_ok=True)
+    for folder in [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
+        folder.mkdir(exist_ok=True)
     write_file(out / 'config.json', json.dumps(config, indent=1).encode())
     if checkpoint is not None:      # drop what a killed run logged after its last checkpoint: it will happen again
         lines = (out / 'log.jsonl').read_text().splitlines() if (out / 'log.jsonl').is_file() else []
@@ -605,15 +619,6 @@ if master_process and not eval_only:
         X, Y = read_windows('ghost', offsets)
         content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': torch.cat((X, Y[:, -1:]), 1).cpu()})
         write_file(dots_dir / 'valset.safetensors', content)
-    if wandb_log:
-        try:
-            import wandb
-            wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
-                                  resume='allow').id
-        except ImportError:
-            fail('wandb_log=True needs the package: pip install wandb')
-        except Exception as error:
-            fail(f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline')
 live = sys.stdout.isatty()
 
 
