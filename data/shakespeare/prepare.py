@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import cut_at_nine_tenths, get_tokenizer, shakespeare, write_small
+from tokenbins import shakespeare, write_shakespeare
 
 if __name__ == "__main__":
     text, source, out_dir = shakespeare(__file__, __doc__)
-    tokenizer = get_tokenizer("gpt2")
-    train, val = cut_at_nine_tenths(text)
-    write_small(out_dir, tokenizer, train, val, source=source)
+    write_shakespeare(text, "gpt2", source, out_dir)
