@@ -318,6 +318,9 @@ def peak_flops(device_name):
 TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
 
 
+OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+
 def download_gpt2(name):
     """Fetch OpenAI's weights, 'gpt2' (0.5 GB) to 'gpt2-xl' (6 GB), once. Returns their folder. Raises OSError."""
     from data.tokenbins import fetch
@@ -338,7 +341,7 @@ def load_hf(path):
     OSError if a download fails.
     """
     from safetensors.torch import load_file
-    path = download_gpt2(path) if path in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl') else Path(path)
+    path = download_gpt2(path) if path in OPENAI else Path(path)
     for name in ('config.json', 'model.safetensors'):
         if not (path / name).is_file():
             raise ValueError(f'{path} has no {name}; expected a GPT-2 folder in Hugging Face form')

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 
 from configurator import configure
 from data.tokenbins import load_meta, write_file
-from model import GPT, GPTConfig, load_hf, peak_flops
+from model import GPT, GPTConfig, peak_flops
+from scripts.export import newest_checkpoint, read_checkpoint
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 
@@ -282,70 +283,52 @@ out = Path(out_dir)
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
 
-def newest_checkpoint():
-    """(path, content) of the newest complete checkpoint in out_dir, of a sharded one without tensors; or (None, ...)."""
-    found = [(None, {'iter_num': -1})]
-    try:
-        if (out / 'ckpt.pt').is_file():
-            found.append((out / 'ckpt.pt', torch.load(out / 'ckpt.pt', 'cpu', weights_only=True, mmap=True)))
-        for written_last in (out / 'ckpt_dcp').glob('step_*/.metadata'):
-            folder = written_last.parent
-            found.append((folder, json.loads((folder / 'state.json').read_text())))
-        return max(found, key=lambda f: f[1]['iter_num'])
-    except Exception as error:
-        fail(f'unreadable checkpoint in {out_dir}: {error}'.splitlines()[0])
-
-
-checkpoint, weights, optimizer_state, leftovers, dumped = None, {}, {}, [], set()
-state = {}      # all of a checkpoint but its tensors
-if master_process:      # it alone looks at the disk and makes or reads weights; the others receive them below
+checkpoint, state, leftovers, dumped = None, {}, [], set()
+if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
     leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
                  if (out / p).exists()]
-    if init_from in ('resume', 'auto'):
-        checkpoint, state = newest_checkpoint()
+    try:
+        if init_from in ('resume', 'auto'):
+            checkpoint = newest_checkpoint(out_dir)
+        if checkpoint is not None and os.path.isdir(checkpoint):        # sharded: the tensors follow below
+            state = json.loads(Path(checkpoint, 'state.json').read_text())
+        elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
+            state = read_checkpoint(checkpoint or init_from)
+    except (ValueError, OSError) as error:
+        fail(f'init_from={init_from}: {error}')
     if checkpoint is not None:
-        args = state['model_args']
-        args.setdefault('gelu', 'none')     # a checkpoint of nanoGPT, whose GELU is the exact one
+        args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
         wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
         if wrong:
             fail(f'{checkpoint} was trained with another {", ".join(wrong)}: leave that out, or use another out_dir')
-        then = (state.get('meta') or {}).get('tokenizer')
         if then and meta.get('tokenizer', then) != then:
             fail(f'{checkpoint} was trained with another tokenizer than dataset={dataset}: same ids, other text')
-        if checkpoint.suffix == '.pt':      # nanoGPT left torch.compile's prefix and its causal masks among the weights
-            weights = {k.removeprefix('_orig_mod.'): w for k, w in state.pop('model').items()
-                       if not k.endswith('.attn.bias')}
-            optimizer_state = state.pop('optimizer')
         dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
         changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
                    and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
         print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
     elif init_from == 'resume':
         fail(f'init_from=resume: no complete checkpoint in {out_dir}')
-    elif leftovers and not overwrite and not eval_only and init_from != 'auto':
+    elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
         fail(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go on by '
              '--init_from=resume, or delete it by --overwrite=True')
-    elif init_from in ('scratch', 'auto'):
+    elif state:         # pretrained
+        positions = state['model_args']['block_size']
+        if block_size > positions:
+            fail(f'{init_from} has {positions} positions: --block_size={positions} or less')
+        state['model_args']['block_size'] = block_size
+        state['model']['transformer.wpe.weight'] = state['model']['transformer.wpe.weight'][:block_size]
+    else:
         vocab = meta.get('vocab_size', 50257)       # a large one is padded to a multiple of 64, which GPUs prefer
         vocab = vocab if vocab < 1024 else math.ceil(vocab / 64) * 64
         state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': 'tanh'}}
         torch.manual_seed(seed)
-        weights = GPT(GPTConfig(**state['model_args'])).state_dict()
-    else:
-        try:
-            args, weights = load_hf(init_from)
-        except (ValueError, OSError) as error:
-            fail(f'init_from={init_from}: {error}')
-        if block_size > args['block_size']:
-            fail(f'{init_from} has {args["block_size"]} positions: --block_size={args["block_size"]} or less')
-        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
-        state = {'model_args': {**args, 'block_size': block_size}}
+        state['model'] = GPT(GPTConfig(**state['model_args'])).state_dict()
+weights, optimizer_state = state.pop('model', {}), state.pop('optimizer', {})       # whole, on rank 0; {} elsewhere
+everyones = [checkpoint, state, dumped, bool(weights), bool(optimizer_state)]
 if distributed:
-    everyones = [checkpoint, state, dumped, bool(optimizer_state)]
     dist.broadcast_object_list(everyones)
-    checkpoint, state, dumped, has_optimizer_state = everyones
-else:
-    has_optimizer_state = bool(optimizer_state)
+checkpoint, state, dumped, have_weights, have_optimizer_state = everyones
 model_args = {k: v for k, v in state['model_args'].items() if k != 'dropout'}
 shape = {k: model_args[k] for k in shape_names}
 config.update(shape)
@@ -405,10 +388,8 @@ if use_fsdp:
 raw_model.to_empty(device='cpu' if fsdp_cpu_offload else device)
 raw_model.tie()
 params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once, without ghost_*
-if master_process and weights and weights.keys() ^ params.keys() != {'lm_head.weight'}:
-    fail(f'{checkpoint or init_from}: parameters missing or unknown: {sorted(weights.keys() ^ params.keys())[:3]}')
 from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
-if checkpoint is None or checkpoint.suffix == '.pt':
+if have_weights:
     set_model_state_dict(raw_model, weights, options=from_rank0)
 if distributed and not use_fsdp:
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None)
@@ -419,18 +400,14 @@ optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
 scaler.load_state_dict(state.get('scaler') or scaler.state_dict())
 settings = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
-if checkpoint is not None and checkpoint.suffix != '.pt':       # sharded: every rank reads its part
+if checkpoint is not None and not have_weights:         # sharded: every rank reads its part
     tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model).items() if k in params},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer)}
     groups = tensors['optimizer'].pop('param_groups')
     dcp.load(tensors, checkpoint_id=checkpoint, no_dist=not distributed)
     set_model_state_dict(raw_model, tensors['model'], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(raw_model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
-elif has_optimizer_state:
-    if 0 in optimizer_state.get('state', {}):       # nanoGPT counts parameters, in the order of the groups
-        names = [n for decays in (True, False) for n, p in params.items() if (p.dim() >= 2) == decays]
-        optimizer_state = {'state': {names[i]: s for i, s in optimizer_state['state'].items()}, 'param_groups': [
-            {**g, 'params': [names[i] for i in g['params']]} for g in optimizer_state['param_groups']]}
+elif have_optimizer_state:
     set_optimizer_state_dict(raw_model, optimizer, optimizer_state, options=from_rank0)
 for group, values in zip(optimizer.param_groups, settings):
     group.update(values)                # weight decay and betas of today, not the checkpoint's
@@ -768,12 +745,10 @@ while True:
         write_dots()
     if replicas > 1 and check_sync_interval and iter_num % check_sync_interval == 0:
         local = [p.to_local() if use_fsdp else p.detach() for p in params.values()]
-        high = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
-        low = high.clone()
-        group = mesh['replicate'].get_group() if use_fsdp else None
-        dist.all_reduce(high, dist.ReduceOp.MAX, group)
-        dist.all_reduce(low, dist.ReduceOp.MIN, group)
-        differ = mean_over_ranks((high != low).float()).tolist()
+        sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
+        high_low = torch.stack((sums, -sums))
+        dist.all_reduce(high_low, dist.ReduceOp.MAX, mesh['replicate'].get_group() if use_fsdp else None)
+        differ = mean_over_ranks((high_low[0] != -high_low[1]).float()).tolist()
         if any(differ):
             name = [n for n, d in zip(params, differ) if d][0]
             say(f'step {iter_num}: replicas differ in {name}: a faulty device, or code that runs on some ranks only')

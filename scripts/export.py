@@ -22,39 +22,41 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
 from load_grads import load_keys  # noqa: E402
-from model import GPT, TRANSPOSED, GPTConfig, load_hf  # noqa: E402
+from model import GPT, OPENAI, TRANSPOSED, GPTConfig, load_hf  # noqa: E402
 
 USAGE = 'usage: python scripts/export.py SRC DST --to=full|sharded|hf (--help tells more)'
 
 
 def newest_checkpoint(out_dir):
-    """The path of the newest complete checkpoint in an out_dir; of a sharded one .metadata is written last."""
+    """The path of the newest complete checkpoint in an out_dir, or None; of a sharded one .metadata is written last."""
     inner, full, found = os.path.join(out_dir, 'ckpt_dcp'), os.path.join(out_dir, 'ckpt.pt'), {}
     for name in os.listdir(inner) if os.path.isdir(inner) else []:
         if re.fullmatch(r'step_\d+', name) and os.path.isfile(os.path.join(inner, name, '.metadata')):
             found[int(name[5:])] = os.path.join(inner, name)
     if os.path.isfile(full):
         found[read_full(full)['iter_num']] = full
-    if not found:
-        raise ValueError(f'{out_dir}: no ckpt.pt, no complete ckpt_dcp/step_N and no model.safetensors in it')
-    return found[max(found)]
+    return found[max(found)] if found else None
 
 
 def read_checkpoint(src):
     """The checkpoint at `src`, of any form, as the dict of a ckpt.pt; tensors on CPU, a file's mapped, not read.
 
     Weights have the names and shapes of GPT.state_dict(), checked; optimizer state is by parameter name.
+    src may be the name of OpenAI's weights, such as 'gpt2-xl', too.
     Raises ValueError (one line) if there is no complete checkpoint of ours, nanoGPT's or GPT-2 in Hugging Face form.
     """
-    if os.path.isfile(os.path.join(src, 'model.safetensors')):
+    if src in OPENAI or os.path.isfile(os.path.join(src, 'model.safetensors')):
         model_args, weights = load_hf(src)
         ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args}
     elif os.path.isfile(os.path.join(src, '.metadata')):
         ckpt = read_sharded(src)
     elif os.path.isdir(src):
-        return read_checkpoint(newest_checkpoint(src))
+        newest = newest_checkpoint(src)
+        if newest is None:
+            raise ValueError(f'{src}: no ckpt.pt, no complete ckpt_dcp/step_N and no model.safetensors in it')
+        return read_checkpoint(newest)
     else:
         ckpt = read_full(src)
     return {**ckpt, **tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']),

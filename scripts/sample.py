@@ -15,11 +15,12 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from configurator import configure
 from data.tokenbins import get_tokenizer, load_meta
 from export import read_checkpoint
-from model import GPT, GPTConfig, load_hf
+from model import GPT, GPTConfig
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
-out_dir = 'out'             # a run of train.py: its best.pt, or where there is none its newest checkpoint; or a .pt file
-init_from = 'resume'        # 'resume': from out_dir | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | a folder in Hugging Face form
+out_dir = 'out'             # a run of train.py: its best.pt, or its newest checkpoint; or a .pt file
+init_from = 'resume'        # 'resume': from out_dir | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' |
+                            # a folder in Hugging Face form
 # ---- how -------------------------------------------------------------------------------------------------------------
 start = '\n'                # the prompt; '' begins a document; 'FILE:path' reads a file
 num_samples = 10
@@ -54,18 +55,13 @@ if dtype not in ('float32', 'bfloat16', 'float16'):
     fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
 
 try:
-    if init_from == 'resume':
-        best = Path(out_dir) / 'best.pt'
-        source = best if best.is_file() else Path(out_dir)
-        if not source.exists():
-            raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
-        checkpoint = read_checkpoint(str(source))
-        model_args, weights = checkpoint['model_args'], checkpoint['model']
-        meta = checkpoint['meta'] or load_meta(     # nanoGPT's checkpoints do not say how to decode
-            Path(__file__).resolve().parents[1] / 'data' / checkpoint['config'].get('dataset', ''))
-    else:
-        model_args, weights = load_hf(init_from)
-        meta = {}
+    best = Path(out_dir) / 'best.pt'
+    source = init_from if init_from != 'resume' else str(best) if best.is_file() else out_dir
+    if init_from == 'resume' and not Path(source).exists():
+        raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
+    checkpoint = read_checkpoint(source)
+    dataset = checkpoint['config'].get('dataset')       # nanoGPT's checkpoints do not say more of how to decode
+    meta = checkpoint['meta'] or (load_meta(Path(__file__).resolve().parents[1] / 'data' / dataset) if dataset else {})
     tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
     if start.startswith('FILE:'):
         start = Path(start[5:]).read_text(encoding='utf-8')
@@ -73,8 +69,8 @@ try:
     generator = torch.Generator(device).manual_seed(seed)
 except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
     fail(str(error).splitlines()[0])
-model = GPT(GPTConfig(**{**model_args, 'dropout': 0.0})).to(device).eval()
-model.load_state_dict(weights)
+model = GPT(GPTConfig(**{**checkpoint['model_args'], 'dropout': 0.0})).to(device).eval()
+model.load_state_dict(checkpoint['model'])
 if compile:
     model.compile(dynamic=True)
 
