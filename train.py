@@ -146,8 +146,8 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
-at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-    fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval'''.split()
+at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head
+    n_embd fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval'''.split()
 for name, value in config.items():
     if isinstance(value, (int, float)) and value < (name in at_least_1):
         fail(f'{name}={value}: must be at least {int(name in at_least_1)}')
@@ -545,7 +545,7 @@ def write_dots():
 
 def dump_gradients(folder):
     """This step's gradients -> gradient_dumper/stepN/{sharded,sampled}; all ranks participate."""
-    temporary = folder.with_name(folder.name + '.tmp')
+    start, temporary = time.perf_counter(), folder.with_name(folder.name + '.tmp')
     if master_process:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / ('sharded' if grad_dump_save_first_n is None else 'sampled')).mkdir(parents=True)
@@ -565,6 +565,7 @@ def dump_gradients(folder):
         dist.barrier()
     if master_process:
         os.replace(temporary, folder)
+    say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - start:.2f} s')
 
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
@@ -765,7 +766,8 @@ while True:
         log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=train_loss, lr=lr, grad_norm=norm,
                  ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu, memory_gib=memory))
     if iter_num == start_iter + 1 and gpus:
-        say(f'peak memory of the first step: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB')
+        stays, peak_memory = (n / 2**20 for n in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+        say(f'rank 0 after the first step: {stays:,.1f} MiB allocated, peak {peak_memory:,.1f}')
     if pending and pending[0].done():
         finish_checkpoint()
 
