@@ -270,8 +270,8 @@ def fetch(file, path, patience=6):
         os.fsync(f.fileno())
     if now > size or file["sha256"] not in (None, sha256.hexdigest()):
         part.unlink()
-        fail(f"{url}: {now:,} bytes with sha256 {sha256.hexdigest()} came, not {size:,} with {file['sha256']}; they are "
-             "deleted, run again to download them anew", 1)
+        fail(f"{url}: {now:,} bytes with sha256 {sha256.hexdigest()} came, not {size:,} with {file['sha256']}; "
+             "they are deleted, run again to download them anew", 1)
     os.replace(part, path)
 
 
