@@ -1,0 +1,164 @@
+"""scripts/data_value.py adds up the values of windows and domains: known numbers, a run of train.py, damaged folders."""
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = 'abcd' * 8 + 'wxyz' * 8 + '!'      # 65 characters: domain letters up to 32, then tail
+ITOS = sorted(set(TEXT))
+LR, CLIP = np.float32([0.5, 0.25, 0.125]), np.float32([1, 0.5, 1])
+OFFSETS = [[0, 8], [40, 0], [8, 40]]
+DOTS = [[4.0, -2.0], [16.0, 8.0], [-8.0, 0.0]]
+# lr * clip_coef * dot / 2 by hand: step 0: 1, -0.5; step 1: 1, 0.5; step 2: -0.5, 0
+VALUES, VISITS = {0: 1.5, 8: -1.0, 40: 1.0}, {0: 2, 8: 2, 40: 2}
+
+
+def data_value(*args, rc=0, cwd=None, env=None):
+    done = subprocess.run([sys.executable, '-W', 'error', ROOT / 'scripts' / 'data_value.py', *map(str, args)], cwd=cwd,
+                          env={**os.environ, **(env or {})}, capture_output=True, text=True, encoding='utf-8')
+    assert done.returncode == rc, done.stderr
+    if rc:
+        assert done.stdout == '' and done.stderr.startswith('data_value.py: ') and done.stderr.count('\n') == 1, done.stderr
+    return done
+
+
+def make_run(tmp_path, domains=True):
+    """A prepared dataset and an out_dir as train.py leaves it after 3 steps of 2 samples, in two files."""
+    data, run = tmp_path / 'data', tmp_path / 'run'
+    data.mkdir(), (run / 'grad_dotprods').mkdir(parents=True)
+    np.array([ITOS.index(c) for c in TEXT], '<u2').tofile(data / 'train.bin')
+    meta = dict(vocab_size=len(ITOS), dtype='uint16', tokenizer=dict(type='char', itos=ITOS))
+    if domains:
+        meta['domains'] = [dict(name='letters', start=0, end=32), dict(name='tail', start=32, end=65)]
+    (data / 'meta.json').write_text(json.dumps(meta))
+    (run / 'config.json').write_text(json.dumps(dict(dataset=str(data), block_size=8)))
+    for steps, rows in ((2, slice(0, 2)), (3, slice(2, 3))):
+        save_file(dict(dot_product=np.float32(DOTS)[rows], offset=np.int64(OFFSETS)[rows], loss=np.float32([[1, 2], [3, 4], [5, 6]])[rows],
+                       iter=np.arange(3)[rows], lr=LR[rows], clip_coef=CLIP[rows], val_loss=np.float32([3, 2.5, 2])[rows],
+                       grad_norm=np.ones(3, np.float32)[rows]), run / 'grad_dotprods' / f'iter_{steps:06d}.safetensors')
+    return run
+
+
+def read(folder):
+    """({offset: row} of windows.csv, {name: row} of domains.csv, objects of windows.jsonl)"""
+    tables = []
+    for name, key in (('windows', 'offset'), ('domains', 'domain')):
+        with open(folder / f'{name}.csv', newline='') as file:
+            tables.append({row[key]: row for row in csv.DictReader(file)})
+    return *tables, [json.loads(line) for line in (folder / 'windows.jsonl').read_text(encoding='utf-8').splitlines()]
+
+
+def test_known_numbers(tmp_path):
+    run = make_run(tmp_path)
+    done = data_value(run.name, '--top=2', cwd=tmp_path)
+    windows, domains, lines = read(run / 'data_value')
+    assert {int(o): float(row['value']) for o, row in windows.items()} == VALUES
+    assert {int(o): int(row['visits']) for o, row in windows.items()} == VISITS
+    assert {o: float(row['loss']) for o, row in windows.items()} == {'0': 2.5, '8': 3.5, '40': 4.5}
+    assert [int(o) for o in windows] == [line['offset'] for line in lines] == [0, 40, 8]   # the best first
+    assert {name: (float(row['value']), int(row['windows']), float(row['value_per_visit'])) for name, row in domains.items()} \
+        == {'letters': (0.5, 2, 0.125), 'tail': (1.0, 1, 0.5)}
+    assert [line['text'] for line in lines] == ['abcdabcd', 'wxyzwxyz', 'abcdabcd']
+    assert 'sum of values 1.5 nats/token; the validation loss fell by 1 ' in done.stdout
+    best, worst = done.stdout.split('\nbest')[1].split('\nworst')
+    assert [int(line.split()[1]) for line in best.splitlines()[1:3]] == [0, 40] and 'wxyzwxyz' in best
+    assert [int(line.split()[1]) for line in worst.splitlines()[1:3]] == [8, 40]
+
+
+def test_picture(tmp_path):
+    pytest.importorskip('matplotlib')
+    run = make_run(tmp_path)
+    data_value(run, f'--out={tmp_path / "elsewhere"}')
+    assert (tmp_path / 'elsewhere' / 'data_value.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+    assert sorted(os.listdir(tmp_path / 'elsewhere')) == ['data_value.png', 'domains.csv', 'windows.csv', 'windows.jsonl']
+    assert not (run / 'data_value').exists()
+
+
+def test_works_without_domains_text_and_matplotlib(tmp_path):
+    run = make_run(tmp_path, domains=False)
+    (tmp_path / 'block').mkdir(), (tmp_path / 'block' / 'matplotlib.py').write_text('raise ImportError("none")')
+    done = data_value(run, env={'PYTHONPATH': str(tmp_path / 'block')})
+    assert 'pip install matplotlib' in done.stderr and set(read(run / 'data_value')[1]) == {'none'}
+    assert not (run / 'data_value' / 'data_value.png').exists()
+    (tmp_path / 'data').rename(tmp_path / 'moved')
+    done = data_value(run)
+    windows, _, lines = read(run / 'data_value')
+    assert 'no text: ' in done.stderr and {int(o): float(row['value']) for o, row in windows.items()} == VALUES
+    assert all(line['text'] == '' for line in lines)
+
+
+def test_other_tokens_than_the_run_saw_are_not_shown(tmp_path):
+    run = make_run(tmp_path)
+    np.zeros(20, '<u2').tofile(tmp_path / 'data' / 'train.bin')
+    done = data_value(run)
+    assert 'prepared anew' in done.stderr and all(line['text'] == '' for line in read(run / 'data_value')[2])
+
+
+def test_a_step_in_two_files_counts_once(tmp_path):
+    run = make_run(tmp_path)
+    file = run / 'grad_dotprods' / 'iter_000003.safetensors'
+    save_file(load_file(file), file.with_name('iter_000004.safetensors'))
+    data_value(run)
+    assert {int(o): int(row['visits']) for o, row in read(run / 'data_value')[0].items()} == VISITS
+
+
+def test_errors_are_one_line(tmp_path):
+    run = make_run(tmp_path)
+    files = sorted((run / 'grad_dotprods').iterdir())
+    assert 'OUT_DIR' in data_value(rc=2).stderr and '--topp=3' in data_value(run, '--topp=3', rc=2).stderr
+    assert 'usage' in data_value(run, '--top=x', rc=2).stderr and 'usage' in data_value(run, run, rc=2).stderr
+    (tmp_path / 'file').write_text('')
+    assert '--out=' in data_value(run, f'--out={tmp_path / "file"}', rc=2).stderr
+    config = (run / 'config.json').read_text()
+    (run / 'config.json').write_text('{"dataset": ')
+    assert 'config.json' in data_value(run, rc=1).stderr
+    (run / 'config.json').write_text(config)
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[:-5])
+    assert files[1].name in data_value(run, rc=1).stderr
+    other = load_file(files[0])
+    save_file({k: v[:1, :1].copy() if v.ndim > 1 else v[:1] for k, v in other.items()}, files[1])
+    assert 'not of one run' in data_value(run, rc=1).stderr
+    for file in files:
+        file.unlink()
+    assert 'use_ghost=True' in data_value(run, rc=1).stderr
+    assert 'use_ghost=True' in data_value(tmp_path / 'nowhere', rc=1).stderr
+    assert sorted(os.listdir(run)) == ['config.json', 'grad_dotprods']     # nothing was written
+
+
+def test_of_a_run(tmp_path):
+    """train.py with ghost: the values are lr * clip_coef * dot / B of its files, and the best window's text is the data's."""
+    text = ''.join(f'{i} sheep, ' for i in range(700))
+    itos = sorted(set(text))
+    ids = np.array([itos.index(c) for c in text], '<u2')
+    data = tmp_path / 'sheep'
+    data.mkdir()
+    ids.tofile(data / 'train.bin'), ids[:500].tofile(data / 'val.bin')
+    (data / 'meta.json').write_text(json.dumps(dict(vocab_size=len(itos), dtype='uint16', tokenizer=dict(type='char', itos=itos),
+                                                    splits=dict(train=dict(tokens=len(ids)), val=dict(tokens=500)),
+                                                    domains=[dict(name='sheep', start=0, end=len(ids))])))
+    settings = dict(dataset=data, out_dir=tmp_path / 'run', device='cpu', use_ghost=True, ghost_save_interval=4, max_iters=6, eval_interval=6,
+                    eval_iters=1, n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2,
+                    warmup_iters=2, lr_decay_iters=6, learning_rate=1e-2, grad_clip=0.5, data_order='epoch')
+    done = subprocess.run([sys.executable, ROOT / 'train.py', *(f'--{k}={v}' for k, v in settings.items())],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data_value(tmp_path / 'run')
+    windows, domains, lines = read(tmp_path / 'run' / 'data_value')
+    want, total = {}, 0
+    for path in sorted((tmp_path / 'run' / 'grad_dotprods').glob('iter_*.safetensors')):
+        file = load_file(path)
+        for s in range(len(file['iter'])):
+            for offset, dot in zip(file['offset'][s].tolist(), file['dot_product'][s].tolist()):
+                value = float(file['lr'][s]) * float(file['clip_coef'][s]) * dot / 8
+                want[offset], total = want.get(offset, 0) + value, total + value
+    assert len(want) == 48 and {int(o): float(row['value']) for o, row in windows.items()} == pytest.approx(want, rel=1e-12, abs=1e-15)
+    assert float(domains['sheep']['value']) == pytest.approx(total, rel=1e-12) and total > 0
+    assert all(line['text'] == text[line['offset']:line['offset'] + 16] for line in lines)
