@@ -1,0 +1,28 @@
+# What each window of tiny Shakespeare does for the validation loss; on two CPU cores a minute or two:
+#   python train.py config/train_shakespeare_char_ghost.py && python scripts/data_value.py out-shakespeare-char-ghost
+out_dir = 'out-shakespeare-char-ghost'
+dataset = 'shakespeare_char'
+device = 'cpu'
+
+use_ghost = True
+ghost_val_batch_size = 32               # more of them: less noise in the values
+ghost_save_interval = 50
+data_order = 'epoch'                    # windows that do not overlap, each seen equally often
+
+eval_interval = 250
+eval_iters = 20
+log_interval = 10
+
+batch_size = 32
+block_size = 64
+gradient_accumulation_steps = 1
+n_layer = 2
+n_head = 2
+n_embd = 64
+
+learning_rate = 2e-3
+min_lr = 2e-4
+max_iters = 1000                        # about two epochs
+lr_decay_iters = 1000
+warmup_iters = 100
+beta2 = 0.99
