@@ -10,7 +10,6 @@ run. It is that of plain gradient descent, whatever the optimizer; README says h
 import csv
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,11 +17,17 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from data.tokenbins import get_tokenizer, load_meta, write_file
 
 
 def fail(message, code=1):
     print(f'data_value.py: {message}', file=sys.stderr)
     sys.exit(code)
+
+
+def note(message):
+    print(f'data_value.py: {message}', file=sys.stderr)
 
 
 def read_ghost(out_dir):
@@ -33,14 +38,14 @@ def read_ghost(out_dir):
     """
     paths = sorted(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
     if not paths:
-        raise ValueError(f'{out_dir}: no grad_dotprods/iter_*.safetensors in it; give the out_dir of a run with use_ghost=True')
+        raise ValueError(f'{out_dir}: no grad_dotprods/iter_*.safetensors; give the out_dir of a use_ghost=True run')
     names, parts = ('iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'), []
     for path in paths:
         try:
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
                 parts.append({name: file.get_tensor(name) for name in names})
         except (SafetensorError, OSError) as error:
-            raise ValueError(f'{path}: torn or not written by train.py ({error}); without this file the rest can be read') from None
+            raise ValueError(f'{path}: torn or not of train.py ({error}); moved away, the others can be read') from None
         if parts[-1]['offset'].shape[1:] != parts[0]['offset'].shape[1:]:
             raise ValueError(f'{path}: {parts[-1]["offset"].shape[1]} samples a step, in {paths[0].name} '
                              f'{parts[0]["offset"].shape[1]}: not of one run')
@@ -62,54 +67,32 @@ def by_window(rows):
 
 
 def read_meta(out_dir, folder):
-    """What is known of the run's tokens: from its own checkpoint, else from the data folder's meta.json; {} if nothing."""
+    """What is known of the run's tokens: from its own checkpoint, else from the data folder; {} if nothing."""
     try:
         if (out_dir / 'ckpt.pt').is_file():
             import torch
             return torch.load(out_dir / 'ckpt.pt', map_location='cpu', weights_only=True, mmap=True).get('meta') or {}
-        for path in [*sorted(out_dir.glob('ckpt_dcp/step_*/state.json'))[-1:], folder / 'meta.json']:
-            if path.is_file():
-                meta = json.loads(path.read_text(encoding='utf-8'))
-                return (meta.get('meta') or {}) if path.name == 'state.json' else meta
+        for path in out_dir.glob('ckpt_dcp/step_*/state.json'):
+            return json.loads(path.read_text(encoding='utf-8')).get('meta') or {}
+        return load_meta(folder) if folder.is_dir() else {}
     except Exception as error:      # a torn checkpoint fails in many ways, and values can be had without it
         note(f'no tokenizer and domains: {str(error).splitlines()[0]}')
     return {}
 
 
-def note(message):
-    print(f'data_value.py: {message}', file=sys.stderr)
-
-
 def text_reader(folder, meta, block_size, needed):
-    """A function from a token offset to the text of its window, '' for all if the tokens or the tokenizer are missing."""
+    """A function from a token offset to the text of its window; '' for all if tokens or tokenizer are missing."""
     try:
         dtype, path = np.dtype(meta.get('dtype', 'uint16')).newbyteorder('<'), folder / 'train.bin'
         tokens = path.stat().st_size // dtype.itemsize
         recorded = meta.get('splits', {}).get('train', {}).get('tokens', tokens)
         if tokens != recorded or needed > tokens:
-            raise ValueError(f'{path} has {tokens:,} tokens, the run saw {max(recorded, needed):,}: prepared anew since?')
-        sys.path.insert(0, str(ROOT / 'data'))
-        from tokenbins import get_tokenizer
+            raise ValueError(f'{path} has {tokens:,} tokens, the run saw {max(recorded, needed):,}: prepared anew?')
         decode = get_tokenizer(meta.get('tokenizer') or 'gpt2').decode
         return lambda offset: decode(np.fromfile(path, dtype, block_size, offset=int(offset) * dtype.itemsize).tolist())
     except (OSError, ValueError, SystemExit) as error:
         note(f'no text: {error}')
         return lambda offset: ''
-
-
-def write_file(path, data):
-    """Bytes to a file that is there whole or not at all."""
-    temporary = Path(f'{path}.{os.getpid()}.tmp')
-    try:
-        with open(temporary, 'wb') as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        fail(f'{path}: {error.strerror}')
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def draw(path, rows, value, names, of_step):
@@ -150,7 +133,8 @@ def main():
     dirs = [arg for arg in sys.argv[1:] if not arg.startswith('-')]
     options = dict(arg[2:].split('=', 1) for arg in sys.argv[1:] if arg.startswith('--') and '=' in arg)
     top = options.get('top', '10')
-    if len(dirs) != 1 or len(dirs) + len(options) != len(sys.argv) - 1 or set(options) - {'out', 'top'} or not top.isdecimal():
+    bad = set(options) - {'out', 'top'} or not top.isdecimal()
+    if bad or len(dirs) != 1 or len(dirs) + len(options) != len(sys.argv) - 1:
         fail(f'{" ".join(sys.argv[1:]) or "no OUT_DIR"}: usage: data_value.py OUT_DIR [--out=FOLDER] [--top=N]', 2)
     out_dir = Path(dirs[0])
     out, top = Path(options.get('out') or out_dir / 'data_value'), int(top)
@@ -189,7 +173,8 @@ def main():
     total, gained = rows['value'].sum(), rows['val_loss'][0] - rows['val_loss'][-1]
     print(f'{len(steps):,} scored steps, {steps[0]} to {steps[-1]}' + (f' (every {gap}th)' if gap > 1 else '')
           + f', {rows["offset"].size:,} samples, {len(offset):,} windows of {block_size} tokens')
-    print(f'sum of values {total:.4g} nats/token; the validation loss fell by {gained:.4g} between the first and the last of these steps')
+    print(f'sum of values {total:.4g} nats/token; '
+          f'the validation loss fell by {gained:.4g} between the first and the last of these steps')
     print(f'windows of negative value: {np.mean(value < 0):.1%}; half of the sum was reached at step '
           f'{steps[np.argmax(np.cumsum(rows["value"].sum(1)) >= total / 2)]}\n')
     table = [[names[d], int((domain == d).sum()), int(seen[domain == d].sum()), float(value[domain == d].sum()),
@@ -205,13 +190,17 @@ def main():
 
     lines = [(int(offset[i]), float(value[i]), int(seen[i]), float(loss[i]), names[domain[i]]) for i in order]
     head = ('offset', 'value', 'visits', 'loss', 'domain')
-    for name, first, content in (('windows.csv', head, lines), ('domains.csv', ('domain', 'windows', 'visits', 'value', 'value_per_visit'), table)):
-        buffer = io.StringIO(newline='')
-        csv.writer(buffer, lineterminator='\n').writerows([first, *content])
-        write_file(out / name, buffer.getvalue().encode())
-    write_file(out / 'windows.jsonl', ''.join(json.dumps({**dict(zip(head, line)), 'text': text(line[0])}, ensure_ascii=False)
-                                              + '\n' for line in lines).encode())
-    draw(out / 'data_value.png', rows, value, [names[d] for d in kept], [of_step[d] for d in kept])
+    domain_head = ('domain', 'windows', 'visits', 'value', 'value_per_visit')
+    try:
+        for name, content in (('windows.csv', [head, *lines]), ('domains.csv', [domain_head, *table])):
+            buffer = io.StringIO(newline='')
+            csv.writer(buffer, lineterminator='\n').writerows(content)
+            write_file(out / name, buffer.getvalue().encode())
+        objects = ({**dict(zip(head, line)), 'text': text(line[0])} for line in lines)
+        write_file(out / 'windows.jsonl', ''.join(json.dumps(o, ensure_ascii=False) + '\n' for o in objects).encode())
+        draw(out / 'data_value.png', rows, value, [names[d] for d in kept], [of_step[d] for d in kept])
+    except OSError as error:
+        fail(f'{error.filename or out}: {error.strerror}')
     print(f'\nwrote windows.csv, windows.jsonl, domains.csv and, where it could be drawn, data_value.png into {out}')
 
 

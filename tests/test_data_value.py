@@ -1,4 +1,4 @@
-"""scripts/data_value.py adds up the values of windows and domains: known numbers, a run of train.py, damaged folders."""
+"""scripts/data_value.py adds up the values of windows and domains: known numbers, a run, damaged folders."""
 import csv
 import json
 import os
@@ -25,7 +25,8 @@ def data_value(*args, rc=0, cwd=None, env=None):
                           env={**os.environ, **(env or {})}, capture_output=True, text=True, encoding='utf-8')
     assert done.returncode == rc, done.stderr
     if rc:
-        assert done.stdout == '' and done.stderr.startswith('data_value.py: ') and done.stderr.count('\n') == 1, done.stderr
+        assert done.stdout == '' and done.stderr.startswith('data_value.py: '), done.stderr
+        assert done.stderr.count('\n') == 1, done.stderr
     return done
 
 
@@ -40,9 +41,10 @@ def make_run(tmp_path, domains=True):
     (data / 'meta.json').write_text(json.dumps(meta))
     (run / 'config.json').write_text(json.dumps(dict(dataset=str(data), block_size=8)))
     for steps, rows in ((2, slice(0, 2)), (3, slice(2, 3))):
-        save_file(dict(dot_product=np.float32(DOTS)[rows], offset=np.int64(OFFSETS)[rows], loss=np.float32([[1, 2], [3, 4], [5, 6]])[rows],
-                       iter=np.arange(3)[rows], lr=LR[rows], clip_coef=CLIP[rows], val_loss=np.float32([3, 2.5, 2])[rows],
-                       grad_norm=np.ones(3, np.float32)[rows]), run / 'grad_dotprods' / f'iter_{steps:06d}.safetensors')
+        columns = dict(dot_product=np.float32(DOTS), offset=np.int64(OFFSETS), iter=np.arange(3), lr=LR,
+                       loss=np.float32([[1, 2], [3, 4], [5, 6]]), clip_coef=CLIP, val_loss=np.float32([3, 2.5, 2]),
+                       grad_norm=np.float32([1, 2, 1]))
+        save_file({k: v[rows] for k, v in columns.items()}, run / 'grad_dotprods' / f'iter_{steps:06d}.safetensors')
     return run
 
 
@@ -63,8 +65,9 @@ def test_known_numbers(tmp_path):
     assert {int(o): int(row['visits']) for o, row in windows.items()} == VISITS
     assert {o: float(row['loss']) for o, row in windows.items()} == {'0': 2.5, '8': 3.5, '40': 4.5}
     assert [int(o) for o in windows] == [line['offset'] for line in lines] == [0, 40, 8]   # the best first
-    assert {name: (float(row['value']), int(row['windows']), float(row['value_per_visit'])) for name, row in domains.items()} \
-        == {'letters': (0.5, 2, 0.125), 'tail': (1.0, 1, 0.5)}
+    keys = 'value', 'windows', 'value_per_visit'
+    numbers = {name: tuple(float(row[key]) for key in keys) for name, row in domains.items()}
+    assert numbers == {'letters': (0.5, 2, 0.125), 'tail': (1.0, 1, 0.5)}
     assert [line['text'] for line in lines] == ['abcdabcd', 'wxyzwxyz', 'abcdabcd']
     assert 'sum of values 1.5 nats/token; the validation loss fell by 1 ' in done.stdout
     best, worst = done.stdout.split('\nbest')[1].split('\nworst')
@@ -77,7 +80,8 @@ def test_picture(tmp_path):
     run = make_run(tmp_path)
     data_value(run, f'--out={tmp_path / "elsewhere"}')
     assert (tmp_path / 'elsewhere' / 'data_value.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
-    assert sorted(os.listdir(tmp_path / 'elsewhere')) == ['data_value.png', 'domains.csv', 'windows.csv', 'windows.jsonl']
+    written = ['data_value.png', 'domains.csv', 'windows.csv', 'windows.jsonl']
+    assert sorted(os.listdir(tmp_path / 'elsewhere')) == written
     assert not (run / 'data_value').exists()
 
 
@@ -134,19 +138,22 @@ def test_errors_are_one_line(tmp_path):
 
 
 def test_of_a_run(tmp_path):
-    """train.py with ghost: the values are lr * clip_coef * dot / B of its files, and the best window's text is the data's."""
+    """train.py with ghost: the values are lr * clip_coef * dot / B of its files, the texts the data's."""
     text = ''.join(f'{i} sheep, ' for i in range(700))
     itos = sorted(set(text))
     ids = np.array([itos.index(c) for c in text], '<u2')
     data = tmp_path / 'sheep'
     data.mkdir()
     ids.tofile(data / 'train.bin'), ids[:500].tofile(data / 'val.bin')
-    (data / 'meta.json').write_text(json.dumps(dict(vocab_size=len(itos), dtype='uint16', tokenizer=dict(type='char', itos=itos),
-                                                    splits=dict(train=dict(tokens=len(ids)), val=dict(tokens=500)),
-                                                    domains=[dict(name='sheep', start=0, end=len(ids))])))
-    settings = dict(dataset=data, out_dir=tmp_path / 'run', device='cpu', use_ghost=True, ghost_save_interval=4, max_iters=6, eval_interval=6,
-                    eval_iters=1, n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4, gradient_accumulation_steps=2,
-                    warmup_iters=2, lr_decay_iters=6, learning_rate=1e-2, grad_clip=0.5, data_order='epoch')
+    (data / 'meta.json').write_text(json.dumps(dict(
+        vocab_size=len(itos), dtype='uint16', tokenizer=dict(type='char', itos=itos),
+        splits=dict(train=dict(tokens=len(ids)), val=dict(tokens=500)),
+        domains=[dict(name='sheep', start=0, end=len(ids))])))
+    settings = dict(dataset=data, out_dir=tmp_path / 'run', device='cpu', use_ghost=True, ghost_save_interval=4,
+                    max_iters=6, eval_interval=6, eval_iters=1,
+                    n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=4,
+                    gradient_accumulation_steps=2, compile=False, warmup_iters=2, lr_decay_iters=6,
+                    learning_rate=1e-2, grad_clip=0.5, data_order='epoch')
     done = subprocess.run([sys.executable, ROOT / 'train.py', *(f'--{k}={v}' for k, v in settings.items())],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -159,6 +166,7 @@ def test_of_a_run(tmp_path):
             for offset, dot in zip(file['offset'][s].tolist(), file['dot_product'][s].tolist()):
                 value = float(file['lr'][s]) * float(file['clip_coef'][s]) * dot / 8
                 want[offset], total = want.get(offset, 0) + value, total + value
-    assert len(want) == 48 and {int(o): float(row['value']) for o, row in windows.items()} == pytest.approx(want, rel=1e-12, abs=1e-15)
+    got = {int(o): float(row['value']) for o, row in windows.items()}
+    assert len(want) == 48 and got == pytest.approx(want, rel=1e-12, abs=1e-15)
     assert float(domains['sheep']['value']) == pytest.approx(total, rel=1e-12) and total > 0
     assert all(line['text'] == text[line['offset']:line['offset'] + 16] for line in lines)
