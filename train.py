@@ -24,6 +24,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -160,12 +161,13 @@ ghost_rows = ghost_val_batch_size // world_size     # per rank
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 for wrong, message in (
         (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
+        (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
         (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
         (gradient_accumulation_steps % world_size,
-         f'gradient_accumulation_steps={gradient_accumulation_steps} counts the micro-batches of all {world_size} ranks '
+         f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
          f'and must be a multiple of that: --gradient_accumulation_steps={rounded_up}'),
         (distributed and device_type == 'mps', 'mps takes one process; use --device=cpu for several'),
-        (distributed and gpus and local_rank >= gpus, f'more processes than GPUs: --nproc_per_node={gpus}'),
+        (gpus and int(os.environ.get('LOCAL_WORLD_SIZE', 1)) > gpus, f'more processes than GPUs: --nproc_per_node={gpus}'),
         (backend == 'nccl' and not gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo'),
         (dtype == 'bfloat16' and not has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32'),
         (dtype == 'float16' and device_type == 'mps', 'dtype=float16 does not train on mps: --dtype=float32'),
@@ -257,7 +259,7 @@ def read_windows(split, offsets):
     tokens = np.stack([np.fromfile(path, itemtype, block_size + 1, offset=int(o) * itemtype.itemsize) for o in offsets])
     if tokens.max() >= vocab_size:
         where = offsets[tokens.max(1).argmax()]
-        fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids: wrong dataset?', True)
+        fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids', reports=True)
     tokens = torch.from_numpy(tokens.astype(np.int64))
     if gpus:
         tokens = tokens.pin_memory()    # so that the copy below overlaps with the GPU's work
@@ -336,13 +338,14 @@ globals().update(shape)
 vocab_size = model_args['vocab_size']
 iter_num, best_val_loss = state.get('iter_num', 0), float(state.get('best_val_loss', math.inf))
 start_iter, wandb_id, tokens_per_step = iter_num, state.get('wandb_id'), samples_per_step * block_size
-for path, itemtype, tokens in bins.values():
+for split, (path, itemtype, tokens) in bins.items():
     largest = np.fromfile(path, itemtype, 2**26).max()      # what lies further on is checked batch by batch
     if tokens <= block_size:
         fail(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
              'use more text or a smaller --block_size')
-    if largest >= vocab_size:
-        fail(f'{path} has token id {largest}, the model only {vocab_size} ids: wrong dataset?')
+    ids = min(vocab_size, metas[split].get('vocab_size', vocab_size))       # not the ones that only pad the embedding
+    if largest >= ids:
+        fail(f'{path} has token id {largest}, the vocabulary only {ids} ids: wrong dataset?')
 
 # ---- model: built without memory, then compiled, then sharded, then filled with rank 0's weights ---------------------
 with torch.device('meta'):
@@ -576,8 +579,6 @@ if master_process and not eval_only:
             import wandb
             wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
                                   resume='allow').id
-        except ImportError:
-            fail('wandb_log=True needs the package: pip install wandb')
         except Exception as error:
             fail(f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline')
     for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
@@ -610,7 +611,7 @@ def log(record):
     """A line of log.jsonl, and wandb."""
     if master_process and not eval_only:
         with open(out / 'log.jsonl', 'a') as f:
-            f.write(json.dumps(record) + '\n')
+            f.write(json.dumps({k: v if v is None or math.isfinite(v) else None for k, v in record.items()}) + '\n')
         if wandb_log:
             wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
 
@@ -677,16 +678,18 @@ while True:
     scored, val_loss = use_ghost and iter_num % ghost_interval == 0, torch.zeros((), device=device)
     if scored:          # ghost_* <- the gradient of the validation loss over all ranks' rows
         model.eval()
+        scorer = model if use_fsdp else raw_model       # DDP would lay out its buckets by this pass
         offsets = val_offsets(iter_num)[rank * ghost_rows:(rank + 1) * ghost_rows]
         for i in range(0, ghost_rows, batch_size):
             sync_gradients(last=i + batch_size >= ghost_rows)
             with autocast:
-                loss = model(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_rows
+                loss = scorer(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_rows
             scaler.scale(loss).backward()
             val_loss += loss.detach()
         with torch.no_grad():
             for p, ghost in ghosts:
-                ghost.copy_(p.grad if loss_scale == 1 else p.grad / loss_scale)
+                g = p.grad if use_fsdp else mean_over_ranks(p.grad)
+                ghost.copy_(g if loss_scale == 1 else g / loss_scale)
                 p.grad = None
         model.train()
 

@@ -153,7 +153,7 @@ def _tiktoken(name):
 def write_file(path, data):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
     or complete, whenever the machine stops."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
     try:
         with open(temporary, "wb") as f:
             data(f) if callable(data) else f.write(data)
@@ -855,13 +855,15 @@ def load_meta(folder):
         if path.suffix == ".json":
             meta = json.loads(path.read_text(encoding="utf-8"))
             for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict)):
-                if not isinstance(meta.get(key), kind):
+                if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
                     raise ValueError(f"{key} is {meta.get(key)!r}")
             return meta
         with open(path, "rb") as f:
             old = PlainUnpickler(f).load()
-        itos = [old["itos"][i] for i in range(old["vocab_size"])]
-        return {"vocab_size": old["vocab_size"], "dtype": "uint16", "tokenizer": {"type": "char", "itos": itos}}
+        meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
+        if "itos" in old:
+            meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}
+        return meta
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
 

@@ -104,7 +104,7 @@ def tidy(src, model_args, weights, optimizer):
     with torch.device('meta'):
         expected = {name: tensor.shape for name, tensor in GPT(known).state_dict().items()}
     head = weights.setdefault('lm_head.weight', weights.get('transformer.wte.weight'))
-    wrong = [k for k in expected.keys() | weights.keys() if k not in weights or weights[k].shape != expected.get(k)]
+    wrong = [k for k in expected.keys() | weights.keys() if getattr(weights.get(k), 'shape', None) != expected.get(k)]
     if wrong:
         raise ValueError(f'{src}: missing, unknown or of another shape: {", ".join(sorted(wrong)[:3])}')
     if not torch.equal(head, weights['transformer.wte.weight']):
