@@ -196,8 +196,8 @@ def main():
             buffer = io.StringIO(newline='')
             csv.writer(buffer, lineterminator='\n').writerows(content)
             write_file(out / name, buffer.getvalue().encode())
-        objects = ({**dict(zip(head, line)), 'text': text(line[0])} for line in lines)
-        write_file(out / 'windows.jsonl', ''.join(json.dumps(o, ensure_ascii=False) + '\n' for o in objects).encode())
+        objects = (json.dumps({**dict(zip(head, line)), 'text': text(line[0])}, ensure_ascii=False) for line in lines)
+        write_file(out / 'windows.jsonl', lambda f: f.writelines(line.encode() + b'\n' for line in objects))
         draw(out / 'data_value.png', rows, value, [names[d] for d in kept], [of_step[d] for d in kept])
     except OSError as error:
         fail(f'{error.filename or out}: {error.strerror}')

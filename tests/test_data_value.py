@@ -35,7 +35,8 @@ def make_run(tmp_path, domains=True):
     data, run = tmp_path / 'data', tmp_path / 'run'
     data.mkdir(), (run / 'grad_dotprods').mkdir(parents=True)
     np.array([ITOS.index(c) for c in TEXT], '<u2').tofile(data / 'train.bin')
-    meta = dict(vocab_size=len(ITOS), dtype='uint16', tokenizer=dict(type='char', itos=ITOS))
+    meta = dict(vocab_size=len(ITOS), dtype='uint16', tokenizer=dict(type='char', itos=ITOS),
+                splits=dict(train=dict(tokens=len(TEXT)), val=dict(tokens=0)))
     if domains:
         meta['domains'] = [dict(name='letters', start=0, end=32), dict(name='tail', start=32, end=65)]
     (data / 'meta.json').write_text(json.dumps(meta))
