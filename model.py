@@ -18,6 +18,13 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.library import triton_op, wrap_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:     # not on every platform; each kernel has a plain form beside it
+    triton = None
 
 
 @dataclass
@@ -30,6 +37,92 @@ class GPTConfig:
     dropout: float = 0.0       # probability
     bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
+
+
+# ---- two Triton kernels, for passes over memory that torch.compile makes too many of -----------------------------
+
+def fast(x):
+    """Whether the kernels apply to x: bfloat16 on a card. All else takes the plain forms, which are the oracle."""
+    return triton is not None and x.is_cuda and x.dtype == torch.bfloat16
+
+
+if triton:
+    @triton.jit
+    def _cross_entropy(z, y, loss, V, BLOCK: tl.constexpr):     # a program per row, read twice and written once
+        row = tl.program_id(0).to(tl.int64)
+        z += row * V
+        target, cols = tl.load(y + row), tl.arange(0, BLOCK)
+        at_target = tl.load(z + target).to(tl.float32)
+        top, total = -float('inf'), 0.0
+        for i in range(0, V, BLOCK):
+            a = tl.load(z + i + cols, mask=i + cols < V, other=-float('inf')).to(tl.float32)
+            new = tl.maximum(top, tl.max(a))
+            total = total * tl.exp(top - new) + tl.sum(tl.exp(a - new))
+            top = new
+        lse = top + tl.log(total)
+        tl.store(loss + row, lse - at_target)
+        for i in range(0, V, BLOCK):
+            a = tl.load(z + i + cols, mask=i + cols < V, other=0.0).to(tl.float32)
+            tl.store(z + i + cols, tl.exp(a - lse) - tl.where(i + cols == target, 1.0, 0.0), mask=i + cols < V)
+
+    @triton_op('flatgpt::cross_entropy_', mutates_args={'z'})
+    def cross_entropy_(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = torch.empty(y.shape, device=z.device, dtype=torch.float32)
+        wrap_triton(_cross_entropy)[(y.numel(),)](z, y, loss, z.size(-1), BLOCK=16384, num_warps=16)
+        return loss
+
+    @triton.jit
+    def _sum_and_dots(dw, G, total, part, B, n, BB: tl.constexpr, BN: tl.constexpr):    # a program per BN weights
+        cols, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BB)
+        g = tl.load(G + cols, mask=cols < n, other=0.0).to(tl.float32)
+        acc = tl.zeros((BB, BN), tl.float32)
+        for i in range(0, B, BB):
+            at = dw + (i + rows).to(tl.int64)[:, None] * n + cols[None, :]
+            a = tl.load(at, mask=(i + rows < B)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
+            acc += a
+            tl.store(part + (i + rows) * tl.num_programs(0) + tl.program_id(0), tl.sum(a * g[None, :], 1),
+                     mask=i + rows < B)
+        tl.store(total + cols, tl.sum(acc, 0), mask=cols < n)
+
+    @triton_op('flatgpt::sum_and_dots', mutates_args={})
+    def sum_and_dots(dw: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = triton.cdiv(G.numel(), 1024)
+        total = torch.empty(G.shape, device=G.device, dtype=torch.float32)
+        part = torch.empty((len(dw), blocks), device=G.device, dtype=torch.float32)
+        wrap_triton(_sum_and_dots)[(blocks,)](dw, G, total, part, len(dw), G.numel(), BB=8, BN=1024, num_warps=4)
+        return total, part
+
+
+def cross_entropy_grad(z, y):
+    """z (B,T,V) logits, y (B,T) -> the losses (B,T), and their gradients for z: in z's memory if the kernel applies."""
+    if fast(z):
+        return cross_entropy_(z, y), z
+    a = z.to(torch.promote_types(z.dtype, torch.float32))
+    lse = a.logsumexp(-1, keepdim=True)
+    hit = torch.arange(a.size(-1), device=a.device) == y[..., None]
+    return (lse - a.gather(-1, y[..., None])).squeeze(-1), ((a - lse).exp() - hit.to(a.dtype)).to(z.dtype)
+
+
+def weight_grad(dy, x, G=None):
+    """dy (B,T,n), x (B,T,m), G (n,m) -> sum_i dy_i^T x_i (n,m) and, given G, the dots <dy_i^T x_i, G> (B,)."""
+    if G is not None and fast(dy):     # per-sample gradients live just long enough to be read once
+        dw, part = sum_and_dots(torch.bmm(dy.transpose(1, 2), x), G)
+        return dw, part.sum(1)
+    dw = dy.flatten(0, 1).t() @ x.flatten(0, 1)
+    return dw, None if G is None else linear_dots(dy, x, G)
+
+
+def linear_dots(dy, x, G):
+    """sum_t dy_t . (G x_t) for every sample, (B,), through the narrower of the two sides."""
+    acc, G, x = torch.promote_types(dy.dtype, torch.float32), G.to(dy.dtype), x.to(dy.dtype)
+    a, b = (dy @ G, x) if G.size(0) > G.size(1) else (F.linear(x, G), dy)
+    return (a.to(acc) * b.to(acc)).sum(-1).sum(-1)
+
+
+def low(x):
+    """x as autocast would pass it to a matmul; custom Functions have to see to that themselves."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x
 
 
 # ---- layers, each with its ghost branch ------------------------------------------------------------------------------
@@ -52,16 +145,61 @@ class Tap(torch.autograd.Function):
     def backward(ctx, dy):
         x, G_w, G_b = ctx.saved_tensors
         acc = torch.promote_types(dy.dtype, torch.float32)
-        if ctx.kind == 'linear':                    # sum_t dy_t . (G x_t), through the narrower of the two sides
-            x, G = x.to(dy.dtype), G_w.to(dy.dtype)
-            a, b = (dy @ G, x) if G.size(0) > G.size(1) else (F.linear(x, G), dy)
-        elif ctx.kind == 'embedding':               # x: token ids (B,T), or positions (T,) that all samples share
-            a, b = dy, F.embedding(x, G_w)
-        else:                                       # layernorm: dy . (normalised x * G)
-            a, b = dy, F.layer_norm(x.to(acc), G_w.shape, G_w.to(acc))
-        ds_w = (a.to(acc) * b.to(acc)).flatten(1).sum(1)
+        if ctx.kind == 'linear':
+            ds_w = linear_dots(dy, x, G_w)
+        else:   # embedding: x is token ids (B,T), or positions (T,) that all samples share; layernorm: normalised x * G
+            f = F.embedding(x, G_w) if ctx.kind == 'embedding' else F.layer_norm(x.to(acc), G_w.shape, G_w.to(acc))
+            ds_w = (dy.to(acc) * f.to(acc)).sum(-1).sum(-1)     # rows first: compiled, that joins the layer's backward
         ds_b = None if G_b is None else dy.sum(1, dtype=acc) @ G_b.to(acc)
         return dy, None, None, None, None, ds_w, ds_b
+
+
+class GhostLinear(torch.autograd.Function):
+    """x (B,T,m) @ w.T, whose backward takes the dots from the very products that make the weight gradient."""
+
+    @staticmethod
+    def forward(ctx, x, w, G, s):
+        ctx.dtype, w = w.dtype, w.to(x.dtype)
+        ctx.save_for_backward(x, w, G)
+        return F.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, G = ctx.saved_tensors
+        dw, dots = weight_grad(dy, x, G)
+        return dy @ w, dw.to(ctx.dtype), None, dots
+
+
+HEAD_ROWS = 16384   # of logits at a time: fewer save memory, more save additions to the head's gradient
+
+
+class HeadLoss(torch.autograd.Function):
+    """
+    x (B,T,C), w (V,C), y (B,T) -> the mean loss of each sample, (B,). Takes the gradients in the forward pass,
+    HEAD_ROWS rows at a time, so that the logits (B,T,V), the largest tensor of all, never exist as a whole.
+    The gradients are right for the sum or the mean of the losses; unequal weights would give NaN.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, y, G, s):
+        ctx.dtype, w = w.dtype, w.to(x.dtype)
+        n = max(1, HEAD_ROWS // (1 if G is None else 2) // x.size(1))
+        losses, dx, dw, dots = [], [], 0, []
+        for x_n, y_n in zip(x.split(n), y.split(n)):
+            loss, dz = cross_entropy_grad(F.linear(x_n, w), y_n)
+            dw_n, dots_n = weight_grad(dz, x_n, G)
+            losses.append(loss.mean(1))
+            dx.append(dz @ w)
+            dw = dw + dw_n.to(loss.dtype)
+            dots.append(dots_n)
+        ctx.save_for_backward(torch.cat(dx), dw, None if G is None else torch.cat(dots))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, g):
+        dx, dw, dots = ctx.saved_tensors
+        g = torch.where(g.min() == g.max(), g[0], torch.nan) / dx.size(1)
+        return (dx * g).to(dx.dtype), (dw * g).to(ctx.dtype), None, None, None if dots is None else dots * g
 
 
 def tap(module, kind, y, x, s):
@@ -81,8 +219,13 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x, s=None):
-        y = F.linear(x, self.weight, self.bias)
-        return y if s is None else tap(self, 'linear', y, x, s)
+        if s is None or not fast(low(x)):
+            y = F.linear(x, self.weight, self.bias)
+            return y if s is None else tap(self, 'linear', y, x, s)
+        y = GhostLinear.apply(low(x), self.weight, self.ghost_weight, next(s))
+        if self.bias is not None:   # s is 0, so it adds nothing: but its gradient is the bias' dot
+            y = y + (self.bias + next(s)[:, None].expand(x.shape[:2])[..., None] * self.ghost_bias).to(y.dtype)
+        return y
 
 
 class Embedding(nn.Embedding):
@@ -214,7 +357,10 @@ class GPT(nn.Module):
 
     def loss(self, x, targets, s_ln_f=None, s_head=None):
         """x (B,T,C) of the last block, targets (B,T): the mean token loss of each sample, (B,)."""
-        logits = self.lm_head(self.transformer.ln_f(x, s_ln_f), s_head)               # (B,T,V)
+        x, G = low(self.transformer.ln_f(x, s_ln_f)), None if s_head is None else self.lm_head.ghost_weight
+        if fast(x) and torch.is_grad_enabled():
+            return HeadLoss.apply(x, self.lm_head.weight, targets, G, None if G is None else next(s_head))
+        logits = self.lm_head(x, s_head)                                              # (B,T,V)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), reduction='none').view(targets.shape).mean(1)
 
