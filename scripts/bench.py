@@ -1,0 +1,373 @@
+"""
+Time train.py's own steps. train.py runs as it is, in this process, and is held after every optimizer step; so several
+modes, and a nanoGPT checkout as peer, take turns step by step on the same card, and their ratios are those of pairs.
+
+one mode, plain       python scripts/bench.py config/train_gpt2.py --batch_size=32
+several, and a peer   python scripts/bench.py --modes=plain,ghost --peer=../nanoGPT config/train_gpt2.py
+several processes     python scripts/bench.py --modes=plain,ddp,fsdp --nproc=2 config/train_gpt2.py
+the best micro-batch  python scripts/bench.py --batch_sizes=12,32,60,120 config/train_gpt2.py
+
+Modes: plain, ddp, fsdp, and each with +ghost; ghost alone is plain+ghost. All else goes to train.py.
+Without --dataset the tokens are random: the time is the same, the loss means nothing.
+
+micro   ms of one micro-batch, forward and backward; with few samples, what the host takes to launch it
+step    ms of one whole step: micro-batches, their data, the validation pass of ghost, clipping, optimizer
+MFU     of the card's dense bfloat16 peak; n/a if that is unknown
+peak    GiB of this mode alone, as PyTorch's allocator counts them; n/a on a CPU
+first   seconds from train.py's start to the end of its first step: compilation, and the evaluation that comes first
+data    share of the step in which the GPU (on a CPU: the program) waits for data
+ratio   tokens/s over the first row's, step by step in turn; for ddp and fsdp, which run alone, per GPU and of medians
+All but first and peak are medians over --steps steps, after a first and a warm-up step.
+"""
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))       # for what train.py imports
+FLAGS = {'plain': [], 'ddp': [], 'fsdp': ['--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
+FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',
+          '--max_iters=1000000000', '--log_interval=1000000000', '--wandb_log=False', '--eval_only=False']
+signal.signal = lambda *_: None     # train.py sets handlers, which a thread may not; Ctrl-C ends the benchmark anyway
+
+
+def fail(message):
+    print(f'bench.py: {message}', file=sys.stderr)
+    sys.exit(2)
+
+
+# ---- taking turns: every runner is a thread that moves only when turn() lets it, up to its next optimizer step -------
+class Stop(BaseException):
+    """Ends a runner from within its optimizer."""
+
+
+local, paused = threading.local(), threading.Semaphore(0)
+
+
+def start(name, body, on_gpu):
+    """A runner that will execute body(runner) and hold after each optimizer step in it."""
+    runner = SimpleNamespace(name=name, on_gpu=on_gpu, go=threading.Semaphore(0), over=False, error=None, profile=None,
+                             space={}, steps=[], micros=[], waits=[], marks=[], fetches=[], batches=[], used=[])
+
+    def run():
+        local.runner = runner
+        if on_gpu:
+            torch.cuda.set_device(card)
+        runner.go.acquire()
+        runner.began = clock(runner)
+        try:
+            body(runner)
+        except BaseException as error:      # whatever ended it is for the main thread to judge
+            runner.error = error
+        runner.over = True
+        runner.space.clear()                # lets go of the GPU's memory
+        paused.release()
+
+    threading.Thread(target=run, daemon=True).start()
+    return runner
+
+
+def turn(runner):
+    runner.allocated = torch.cuda.memory_allocated() if runner.on_gpu else 0
+    if runner.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    runner.go.release()
+    paused.acquire()
+
+
+def clock(runner):
+    """Seconds, once the GPU has done all it was given."""
+    if runner.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def mark(runner):
+    """This point in the GPU's queue; on a CPU, in time."""
+    if not runner.on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b):
+    """Milliseconds from mark a to mark b."""
+    return (b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b)
+
+
+def before_update(optimizer, args, kwargs):
+    local.runner.marks.append(mark(local.runner))       # ends the last micro-batch; clipping is in it, 0.1% of a step
+
+
+def after_update(optimizer, args, kwargs):
+    runner = local.runner
+    seconds = clock(runner) - runner.began
+    if runner.profile:
+        runner.profile.stop()
+    if not runner.steps:
+        runner.first_seconds = seconds
+        runner.own = torch.cuda.memory_allocated() - runner.allocated if runner.on_gpu else 0
+    elif runner.on_gpu:     # what others hold meanwhile is not this mode's
+        runner.peak = (torch.cuda.max_memory_allocated() - runner.allocated + runner.own) / 2**30
+    n = runner.space['micro_batches']
+    marks = runner.marks[-n - 1:]                       # those before belong to ghost's validation pass
+    runner.steps.append(seconds)
+    runner.micros.append([between(a, b) for a, b in zip(marks, marks[1:])])
+    runner.waits.append(sum(between(a, b) for a, b in runner.fetches) / 1e3 / seconds)
+    runner.used = [(X.contiguous(), Y.contiguous()) for X, Y in runner.batches[:n]]     # as nanoGPT's batches are
+    runner.batches, runner.marks, runner.fetches = runner.batches[n:], [], []
+    if len(runner.steps) == 1:
+        watch(runner)
+    paused.release()
+    runner.go.acquire()
+    if runner.stop:
+        raise Stop
+    if runner.profile:
+        runner.profile.start()
+    runner.began = clock(runner)
+
+
+def watch(runner):
+    """From its second step on, train.py's own functions tell when a micro-batch begins and when it waits for data."""
+    fetch, sync = runner.space.get('train_batch'), runner.space.get('sync_gradients')
+    if fetch is None:       # the peer, which tells by itself
+        return
+
+    def train_batch(*args):
+        begin = mark(runner)
+        X, Y = fetch(*args)[:2]
+        runner.fetches.append((begin, mark(runner)))
+        runner.batches.append((X, Y))
+        return X, Y
+
+    def sync_gradients(last):
+        runner.marks.append(mark(runner))
+        sync(last)
+
+    runner.batches = [(runner.space['X'], runner.space['Y'])]       # the next step's first, fetched ahead
+    runner.space.update(train_batch=train_batch, sync_gradients=sync_gradients)
+
+
+def train(settings, folder):
+    """A runner's body: train.py with these arguments."""
+    def body(runner):
+        path = str(ROOT / 'train.py')
+        sys.argv = [path, *settings, *FORCED, f'--out_dir={tempfile.mkdtemp(dir=folder)}']
+        runner.space.update(__name__='__main__', __file__=path)
+        exec(compile(Path(path).read_text(encoding='utf-8'), path, 'exec'), runner.space)
+    return body
+
+
+def peer(model_file, ours):
+    """A runner's body: a nanoGPT model in nanoGPT's loop, on the batches that the runner `ours` has just used."""
+    def body(runner):
+        spec = importlib.util.spec_from_file_location('peer_model', model_file)
+        module = sys.modules['peer_model'] = importlib.util.module_from_spec(spec)      # dataclasses look it up there
+        spec.loader.exec_module(module)
+        c = SimpleNamespace(**{k: v for k, v in ours.space.items() if not k.startswith('__')})
+        model = module.GPT(module.GPTConfig(vocab_size=c.vocab_size, dropout=c.dropout, **c.shape)).to(c.device)
+        optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.device_type)
+        model = torch.compile(model) if c.compile else model
+        runner.space.update({k: ours.space[k] for k in ('micro_batches', 'batch_size', 'tokens_per_step',
+                                                        'flops_per_step', 'peak')})
+        while True:
+            for X, Y in ours.used:
+                runner.marks.append(mark(runner))
+                with torch.autocast(c.device_type, getattr(torch, c.dtype), enabled=c.dtype != 'float32'):
+                    loss = model(X, Y)[1] / len(ours.used)
+                loss.backward()
+            if c.grad_clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), c.grad_clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return body
+
+
+def contest(runners, steps, profile):
+    """First step, warm-up, then `steps` rounds in turn. Returns a row of figures for each runner."""
+    for runner in runners:
+        turn(runner)
+        if not runner.over:
+            turn(runner)
+    for _ in range(steps):
+        for runner in runners:
+            if not runner.over:
+                turn(runner)
+    rows = []
+    for runner in runners:
+        if isinstance(runner.error, torch.OutOfMemoryError):
+            rows.append({'name': runner.name, 'error': 'out of memory'})
+        elif runner.error:
+            if isinstance(runner.error, SystemExit):    # train.py has said why
+                sys.exit(runner.error.code)
+            raise runner.error
+        else:
+            rows.append(figures(runner, runners[0]))
+    for runner in runners:
+        if profile and not runner.over:
+            on = torch.profiler.ProfilerActivity
+            runner.profile = torch.profiler.profile(activities=[on.CPU] + [on.CUDA] * runner.on_gpu)
+            turn(runner)
+            name = f'{runner.name.replace("+", "_")}_{runner.space["batch_size"]}'
+            runner.profile.export_chrome_trace(str(Path(profile, f'{name}.json')))
+            table = runner.profile.key_averages().table(
+                f'self_{"cuda" if runner.on_gpu else "cpu"}_time_total', row_limit=40, max_name_column_width=90)
+            Path(profile, f'{name}.txt').write_text(table, encoding='utf-8')
+            runner.profile = None
+    for runner in runners:
+        if not runner.over:
+            runner.stop = True
+            turn(runner)
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return rows
+
+
+def figures(runner, first):
+    space, seconds = runner.space, median(runner.steps[2:])
+    world = space.get('world_size', 1)
+    pairs = [] if first.over else [a / b * space['tokens_per_step'] / first.space['tokens_per_step']
+                                   for a, b in zip(first.steps[2:], runner.steps[2:])]
+    return dict(name=runner.name, batch_size=space['batch_size'], micro_batches=space['micro_batches'],
+                world_size=world,
+                micro_ms=median(m for step in runner.micros[2:] for m in step), step_ms=seconds * 1e3,
+                tokens_per_s=space['tokens_per_step'] / seconds,
+                mfu=space['flops_per_step'] / seconds / space['peak'] / world if space['peak'] else None,
+                peak_gib=getattr(runner, 'peak', None), first_s=runner.first_seconds,
+                data_share=None if runner.name == 'peer' else median(runner.waits[2:]),
+                ratio=median(pairs) if pairs else None, ratios=pairs, steps_ms=[s * 1e3 for s in runner.steps[2:]])
+
+
+def show(rows):
+    def cell(row, key, form, times=1):
+        return 'n/a' if row.get(key) is None else format(row[key] * times, form)
+    print(f'{"mode":12}{"batch":>6}{"micro ms":>10}{"step ms":>10}{"tokens/s":>12}{"MFU":>8}{"peak GiB":>10}'
+          f'{"first s":>9}{"data":>7}{"ratio":>8}')
+    for row in rows:
+        if 'error' in row:
+            print(f'{row["name"]:12}{row["batch_size"]:6}  {row["error"]}')
+            continue
+        print(f'{row["name"]:12}{row["batch_size"]:6}{cell(row, "micro_ms", "10.2f")}{cell(row, "step_ms", "10.1f")}'
+              f'{cell(row, "tokens_per_s", "12,.0f")}{cell(row, "mfu", ".1%"):>8}{cell(row, "peak_gib", ".2f"):>10}'
+              f'{cell(row, "first_s", "9.1f")}{cell(row, "data_share", ".1%"):>7}{cell(row, "ratio", ".3f"):>8}',
+              flush=True)
+
+
+# ---- what to run -----------------------------------------------------------------------------------------------------
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                 allow_abbrev=False)
+parser.add_argument('--modes', default='plain', help='comma-separated')
+parser.add_argument('--peer', metavar='DIR', help='a nanoGPT checkout, or a folder with such a model.py; needs plain')
+parser.add_argument('--steps', type=int, default=5, help='timed steps of each mode')
+parser.add_argument('--nproc', type=int, default=2, help='processes for ddp and fsdp')
+parser.add_argument('--batch_sizes', help='comma-separated micro-batches to compare; a step keeps its --samples')
+parser.add_argument('--samples', type=int, default=480, help='samples per step, with --batch_sizes')
+parser.add_argument('--profile', metavar='DIR', help="one more step: a trace for chrome://tracing, a table of kernels")
+parser.add_argument('--json', metavar='FILE', help='all figures')
+parser.add_argument('--child', help=argparse.SUPPRESS)      # set for the processes that torchrun starts
+args, settings = parser.parse_known_args()
+modes = ['plain+ghost' if m == 'ghost' else m for m in args.modes.split(',')]
+for mode in modes:
+    base, *extra = mode.split('+')
+    if base not in ('plain', 'ddp', 'fsdp') or extra not in ([], ['ghost']):
+        fail(f'--modes: {mode!r} is none of plain, ddp, fsdp, ghost, ddp+ghost, fsdp+ghost')
+if args.steps < 1:
+    fail(f'--steps={args.steps}: must be at least 1')
+if args.peer and 'plain' not in modes:
+    fail('--peer runs on the batches of plain: name plain among the --modes')
+if args.peer and not Path(args.peer, 'model.py').is_file():
+    fail(f'--peer: no model.py in {args.peer}')
+try:
+    sizes = [int(b) for b in args.batch_sizes.split(',')] if args.batch_sizes else [None]
+except ValueError:
+    fail(f'--batch_sizes={args.batch_sizes}: expected numbers, comma-separated')
+if bad := [b for b in sizes if b is not None and (b < 1 or args.samples % b)]:
+    fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {bad[0]}')
+for path in filter(None, (args.profile, args.json and Path(args.json).resolve().parent)):
+    Path(path).mkdir(parents=True, exist_ok=True)
+on_gpu = torch.cuda.is_available() and not any(s.startswith(('--device=cpu', '--device=mps')) for s in settings)
+card = next((s[14:] for s in settings if s.startswith('--device=cuda:')), os.environ.get('LOCAL_RANK', 0))
+card = f'cuda:{card}'
+if on_gpu:
+    torch.cuda.set_device(card)
+if args.profile:
+    with torch.profiler.profile():      # it wants the main thread for its first start
+        pass
+register_optimizer_step_pre_hook(before_update)
+register_optimizer_step_post_hook(after_update)
+
+rows = []
+with tempfile.TemporaryDirectory() as folder:
+    if not any(s.startswith('--dataset=') for s in settings) and not args.child:
+        for name in 'train.bin', 'val.bin':
+            np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2').tofile(Path(folder, name))
+        settings = settings + [f'--dataset={folder}']
+    for size in sizes:
+        these = settings + ([] if size is None else
+                            [f'--batch_size={size}', f'--gradient_accumulation_steps={args.samples // size}'])
+        runners = []
+        for mode in modes:
+            flags = [f for part in mode.split('+') for f in FLAGS[part]]
+            if mode.startswith('plain') or args.child:
+                runners.append(start(mode, train(these + flags, folder), on_gpu))
+        if args.peer:
+            ours = next(r for r in runners if r.name == 'plain')
+            runners.insert(runners.index(ours) + 1, start('peer', peer(Path(args.peer, 'model.py'), ours), on_gpu))
+        for runner in runners:
+            runner.stop = False
+        new = []
+        if runners:
+            with open(os.devnull, 'w') as silence, redirect_stdout(silence):
+                new = contest(runners, args.steps, args.profile if os.environ.get('RANK', '0') == '0' else None)
+        for mode in modes:
+            if not mode.startswith('plain') and not args.child:
+                command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                           f'--nproc_per_node={args.nproc}', __file__, f'--child={folder}/rows.json',
+                           f'--modes={mode}', f'--steps={args.steps}', *these]
+                command += [f'--profile={args.profile}'] if args.profile else []
+                ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors='replace')
+                if ended.returncode:
+                    lines = [line for line in ended.stderr.splitlines() if line.startswith('train.py:')]
+                    fail(lines[0] if lines else f'{mode} failed:\n{ended.stderr[-3000:]}')
+                row, = json.loads(Path(folder, 'rows.json').read_text())
+                if 'error' not in (*(new[:1] or [row])[0], *row):
+                    first = (new or [row])[0]
+                    row['ratio'] = row['tokens_per_s'] / row['world_size'] / first['tokens_per_s'] * first['world_size']
+                new.append(row)
+        for row in new:
+            row.setdefault('batch_size', size or 0)
+        if not args.child:
+            show(new)
+        rows += new
+if args.child:
+    if os.environ['RANK'] == '0':
+        Path(args.child).write_text(json.dumps(rows))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os._exit(0)     # threads of the process group may still wait
+if args.batch_sizes:
+    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
+    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')
+if args.json:
+    device = torch.cuda.get_device_name() if on_gpu else 'cpu'
+    figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
+    Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
