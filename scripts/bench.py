@@ -74,7 +74,8 @@ def start(name, body, on_gpu):
         try:
             body(runner)
         except BaseException as error:      # whatever ended it is for the main thread to judge
-            runner.error = error
+            light = isinstance(error, (Stop, torch.OutOfMemoryError))     # a traceback would keep the tensors alive
+            runner.error = error.with_traceback(None) if light else error
         runner.over = True
         runner.space.clear()                # lets go of the GPU's memory
         paused.release()
