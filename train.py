@@ -128,7 +128,9 @@ master_process = rank == 0          # prints, and writes what is not sharded
 def fail(message, reports=master_process):
     """End with one line and exit code 2. All ranks find the same fault, as a rule, so one of them reports it."""
     if reports:
-        print(f'train.py: {message}', file=sys.stderr)
+        print(f'train.py: {message}', file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)       # torchrun ends all ranks as soon as one has ended: let the line out first
     sys.exit(2)
 
 
@@ -369,10 +371,10 @@ if fsdp_activation_checkpointing:       # forget most of the forward pass and co
         block.forward = partial(recompute, block.forward, use_reentrant=False, **options)
 if compile and use_fsdp:                # by parts: between them parameters are gathered
     for block in raw_model.transformer.h:
-        block.compile()
-    raw_model.loss = torch.compile(raw_model.loss)
+        block.compile(dynamic=False)
+    raw_model.loss = torch.compile(raw_model.loss, dynamic=False)
 elif compile:
-    raw_model.compile()                 # in place, so that names in checkpoints stay
+    raw_model.compile(dynamic=False)    # in place, so that names in checkpoints stay; fast for the shapes it meets
 if use_fsdp:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     mesh = dist.init_device_mesh(device_type, (fsdp_replicate, world_size // fsdp_replicate),
@@ -395,7 +397,8 @@ from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distrib
 if have_weights:
     set_model_state_dict(raw_model, weights, options=from_rank0)
 if distributed and not use_fsdp:
-    model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None)
+    model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
+                                                      gradient_as_bucket_view=True)     # no second copy of gradients
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
