@@ -67,6 +67,7 @@ if triton:
 
     @triton_op('flatgpt::cross_entropy_', mutates_args={'z'})
     def cross_entropy_(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y = y.contiguous()      # targets come as a view into the tokens, and the kernel counts rows
         loss = torch.empty(y.shape, device=z.device, dtype=torch.float32)
         wrap_triton(_cross_entropy)[(y.numel(),)](z, y, loss, z.size(-1), BLOCK=16384, num_warps=16)
         return loss
@@ -86,7 +87,7 @@ if triton:
 
     @triton_op('flatgpt::sum_and_dots', mutates_args={})
     def sum_and_dots(dw: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = triton.cdiv(G.numel(), 1024)
+        dw, G, blocks = dw.contiguous(), G.contiguous(), triton.cdiv(G.numel(), 1024)
         total = torch.empty(G.shape, device=G.device, dtype=torch.float32)
         part = torch.empty((len(dw), blocks), device=G.device, dtype=torch.float32)
         wrap_triton(_sum_and_dots)[(blocks,)](dw, G, total, part, len(dw), G.numel(), BB=8, BN=1024, num_warps=4)
