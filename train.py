@@ -648,6 +648,13 @@ signal.signal(signal.SIGINT, on_signal)
 signal.signal(signal.SIGTERM, on_signal)
 model.train()
 X, Y = train_batch(iter_num, 0)
+if distributed and not use_fsdp and not eval_only:
+    # DDP lays out its buckets anew after its first backward pass, and sums over ranks in another order from then on;
+    # so that comes before the first step, or a resumed run would differ from an unbroken one in the last bits
+    with autocast:
+        loss = model(X, Y, torch.zeros(len(ghosts), batch_size, device=device, requires_grad=True) if use_ghost else None)
+    loss.mean().backward()
+    optimizer.zero_grad(set_to_none=True)
 stopping, saved_at, timed_from, clock = False, start_iter, iter_num, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
