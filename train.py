@@ -283,51 +283,64 @@ if gpus:
 if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
     auto = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
     dist.init_process_group(auto if backend == 'auto' else backend, device_id=torch.device(device) if gpus else None)
+
+
+
+def fail_if(problem):
+    """What rank 0 alone has found, a line or None, ends all ranks."""
+    box = [problem]
+    if distributed:
+        dist.broadcast_object_list(box)
+    if box[0]:
+        fail(box[0])
+
+
 out = Path(out_dir)
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
 
-checkpoint, state, leftovers, dumped = None, {}, [], set()
-if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
-    leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
-                 if (out / p).exists()]
-    try:
+checkpoint, state, leftovers, dumped, problem = None, {}, [], set(), None
+try:
+    if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
+        leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
+                     if (out / p).exists()]
         if init_from in ('resume', 'auto'):
             checkpoint = newest_checkpoint(out_dir)
         if checkpoint is not None and os.path.isdir(checkpoint):        # sharded: the tensors follow below
             state = json.loads(Path(checkpoint, 'state.json').read_text())
         elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
             state = read_checkpoint(checkpoint or init_from)
-    except (ValueError, OSError) as error:
-        fail(f'init_from={init_from}: {error}')
-    if checkpoint is not None:
-        args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
-        wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
-        if wrong:
-            fail(f'{checkpoint} was trained with another {", ".join(wrong)}: leave that out, or use another out_dir')
-        if then and meta.get('tokenizer', then) != then:
-            fail(f'{checkpoint} was trained with another tokenizer than dataset={dataset}: same ids, other text')
-        dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
-        changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
-                   and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
-        print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
-    elif init_from == 'resume':
-        fail(f'init_from=resume: no complete checkpoint in {out_dir}')
-    elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
-        fail(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go on by '
-             '--init_from=resume, or delete it by --overwrite=True')
-    elif state:         # pretrained
-        positions = state['model_args']['block_size']
-        if block_size > positions:
-            fail(f'{init_from} has {positions} positions: --block_size={positions} or less')
-        state['model_args']['block_size'] = block_size
-        state['model']['transformer.wpe.weight'] = state['model']['transformer.wpe.weight'][:block_size]
-    else:
-        vocab = meta.get('vocab_size', 50257)       # a large one is padded to a multiple of 64, which GPUs prefer
-        vocab = vocab if vocab < 1024 else math.ceil(vocab / 64) * 64
-        state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': 'tanh'}}
-        torch.manual_seed(seed)
-        state['model'] = GPT(GPTConfig(**state['model_args'])).state_dict()
+        elif init_from == 'resume':
+            raise ValueError(f'no complete checkpoint in {out_dir}')
+        if checkpoint is not None:
+            args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
+            wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
+            if wrong:
+                raise ValueError(f'{checkpoint} has another {", ".join(wrong)}: leave that out, or use another out_dir')
+            if then and meta.get('tokenizer', then) != then:
+                raise ValueError(f'{checkpoint} has another tokenizer than dataset={dataset}: same ids, other text')
+            dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
+            changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
+                       and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
+            print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
+        elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
+            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go on '
+                             'by --init_from=resume, or delete it by --overwrite=True')
+        elif state:         # pretrained
+            positions = state['model_args']['block_size']
+            if block_size > positions:
+                raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
+            state['model_args']['block_size'] = block_size
+            state['model']['transformer.wpe.weight'] = state['model']['transformer.wpe.weight'][:block_size]
+        else:
+            vocab = meta.get('vocab_size', 50257)   # a large one is padded to a multiple of 64, which GPUs prefer
+            vocab = vocab if vocab < 1024 else math.ceil(vocab / 64) * 64
+            state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': 'tanh'}}
+            torch.manual_seed(seed)
+            state['model'] = GPT(GPTConfig(**state['model_args'])).state_dict()
+except (ValueError, OSError) as error:
+    problem = f'init_from={init_from}: {error}'
+fail_if(problem)
 weights, optimizer_state = state.pop('model', {}), state.pop('optimizer', {})       # whole, on rank 0; {} elsewhere
 everyones = [checkpoint, state, dumped, bool(weights), bool(optimizer_state)]
 if distributed:
@@ -583,7 +596,9 @@ if master_process and not eval_only:
             wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
                                   resume='allow').id
         except Exception as error:
-            fail(f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline')
+            problem = f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline'
+fail_if(problem)
+if master_process and not eval_only:
     for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
         (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
     for folder in [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
@@ -591,7 +606,9 @@ if master_process and not eval_only:
     write_file(out / 'config.json', json.dumps(config, indent=1).encode())
     if checkpoint is not None:      # drop what a killed run logged after its last checkpoint: it will happen again
         lines = (out / 'log.jsonl').read_text().splitlines() if (out / 'log.jsonl').is_file() else []
-        lines = [line + '\n' for line in lines if line.endswith('}') and json.loads(line)['iter'] < iter_num]
+        again = iter_num % eval_interval == 0 or iter_num >= max_iters      # evaluated first thing
+        lines = [line + '\n' for line in lines if line.endswith('}')
+                 and json.loads(line)['iter'] < iter_num + ('val_loss' in line and not again)]
         write_file(out / 'log.jsonl', ''.join(lines).encode())
         for path in dots_dir.glob('iter_*.safetensors'):
             if int(path.stem[5:]) > iter_num:
@@ -737,7 +754,9 @@ while True:
         sys.exit(1)
     if finite:
         scaler.step(optimizer)
-    scaler.update()
+        scaler.update()
+    elif scaler.is_enabled():   # not by what this rank's own gradients held: the scale is the same on all
+        scaler.update(loss_scale * scaler.get_backoff_factor())
     optimizer.zero_grad(set_to_none=True)
 
     if scored and finite:

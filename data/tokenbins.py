@@ -857,6 +857,8 @@ def load_meta(folder):
             for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict)):
                 if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
                     raise ValueError(f"{key} is {meta.get(key)!r}")
+            if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+                raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
             return meta
         with open(path, "rb") as f:
             old = PlainUnpickler(f).load()

@@ -67,7 +67,7 @@ try:
         start = Path(start[5:]).read_text(encoding='utf-8')
     prompt = torch.tensor(tokenizer.encode(start), dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
+except (ValueError, OSError, RuntimeError, AssertionError) as error:    # the last two: no such device
     fail(str(error).splitlines()[0])
 model = GPT(GPTConfig(**{**checkpoint['model_args'], 'dropout': 0.0})).to(device).eval()
 model.load_state_dict(checkpoint['model'])
