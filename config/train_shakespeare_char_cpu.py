@@ -15,7 +15,7 @@ n_head = 4
 n_embd = 128
 dropout = 0.0                           # too few steps to overfit
 
-learning_rate = 2e-3
+learning_rate = 4e-3                    # a small model bears a large one
 min_lr = 1e-4
 max_iters = 2000
 lr_decay_iters = 2000
