@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import configure
-from data.tokenbins import load_meta, write_file
+from data.tokenbins import hash64, load_meta, shuffled, write_file
 from model import GPT, GPTConfig, peak_flops
 from scripts.export import newest_checkpoint, read_checkpoint
 
@@ -218,17 +218,6 @@ micro_batches = gradient_accumulation_steps // world_size       # per rank and s
 samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
 
 
-def hash64(*parts):
-    """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
-    h = np.zeros(1, np.uint64)
-    for part in parts:
-        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        h = h ^ (h >> np.uint64(31))
-    return h
-
-
 def train_offsets(step, j):
     """Token offsets, int64 (n,), of samples j (n,) of an optimizer step."""
     tokens = bins['train'][2]
@@ -236,16 +225,7 @@ def train_offsets(step, j):
         return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
     windows = (tokens - 1) // block_size
     epoch, k = np.divmod(step * samples_per_step + j, windows)
-    # a Feistel network shuffles 0 .. 4^half - 1 without a table; what it sends past the last window goes round again
-    half = max(1, (windows - 1).bit_length() + 1 >> 1)
-    mask, todo = (1 << half) - 1, np.ones(len(k), bool)
-    while todo.any():
-        left, right = k[todo] >> half, k[todo] & mask
-        for i in range(4):
-            left, right = right, left ^ (hash64(seed, epoch[todo], i, right) & np.uint64(mask)).astype(np.int64)
-        k[todo] = left << half | right
-        todo = k >= windows
-    return k * block_size
+    return shuffled(k, windows, seed, epoch) * block_size
 
 
 def val_offsets(step):

@@ -839,6 +839,32 @@ def publish(out_dir, meta, splits):
     print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
 
 
+def hash64(*parts):
+    """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
+    h = np.zeros(1, np.uint64)
+    for part in parts:
+        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        h = h ^ (h >> np.uint64(31))
+    return h
+
+
+def shuffled(k, n, seed, epoch):
+    """Where 0 <= k < n, int64 (m,), go in the shuffle of 0 .. n - 1 that belongs to (seed, epoch); epoch an int or (m,).
+    A Feistel network permutes 0 .. 4^half - 1 without a table; what it sends to n or beyond goes through it again."""
+    half = max(1, (n - 1).bit_length() + 1 >> 1)
+    k, epoch, mask = np.array(k), np.broadcast_to(epoch, np.shape(k)), (1 << half) - 1
+    todo = np.ones(len(k), bool)
+    while todo.any():
+        left, right = k[todo] >> half, k[todo] & mask
+        for i in range(4):
+            left, right = right, left ^ (hash64(seed, epoch[todo], i, right) & np.uint64(mask)).astype(np.int64)
+        k[todo] = left << half | right
+        todo = k >= n
+    return k
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
     def find_class(self, module, name):
