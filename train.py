@@ -253,6 +253,7 @@ def train_batch(step, micro):
     """This rank's inputs and targets of a micro-batch."""
     return read_windows('train', train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size)))
 
+
 # ---- where to start: scratch, pretrained or a checkpoint -------------------------------------------------------------
 if deterministic:
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
@@ -263,7 +264,8 @@ if gpus:
 if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
     auto = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
     dist.init_process_group(auto if backend == 'auto' else backend, device_id=torch.device(device) if gpus else None)
-
+out = Path(out_dir)
+shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
 
 def fail_if(problem):
@@ -273,10 +275,6 @@ def fail_if(problem):
         dist.broadcast_object_list(box)
     if box[0]:
         fail(box[0])
-
-
-out = Path(out_dir)
-shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
 
 checkpoint, state, leftovers, dumped, problem = None, {}, [], set(), None
@@ -389,6 +387,7 @@ params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad
 from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
 if have_weights:
     set_model_state_dict(raw_model, weights, options=from_rank0)
+assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping or loading has untied the embeddings'
 if distributed and not use_fsdp:
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)     # no second copy of gradients
