@@ -467,6 +467,7 @@ def evaluate():
     model.train()
     return means
 
+
 # ---- saving: everything takes its name only when complete ------------------------------------------------------------
 pending = None      # a sharded checkpoint being written: (future or None, folder, whether it is the best)
 saver_group = dist.new_group(backend='gloo') if distributed and checkpoint_async else None      # apart from training's
