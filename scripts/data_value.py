@@ -105,6 +105,7 @@ def draw(path, rows, value, names, of_step):
     import matplotlib.pyplot as plt
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout='constrained')
     left.hist(value, bins=min(100, max(10, len(value) // 20)), log=True)
+    left.ticklabel_format(axis='x', style='sci', scilimits=(0, 0))
     left.axvline(0, color='black', linewidth=0.8)
     left.set(title='windows', xlabel='value (nats/token)', ylabel='number of windows')
     for name, values in zip(names, of_step):
@@ -155,10 +156,10 @@ def main():
     meta = read_meta(out_dir, folder)
     text = text_reader(folder, meta, block_size, int(offset.max()) + block_size + 1)
 
-    # a window belongs to the domain of its first token; 'none' where meta.json names no domain
+    # a window belongs to the domain of its first token
     domains = sorted(meta.get('domains') or [], key=lambda d: d['start'])
     starts, ends = (np.array([d[key] for d in domains], np.int64) for key in ('start', 'end'))
-    names = [d['name'] for d in domains] + ['none']
+    names = [d['name'] for d in domains] + ['none' if domains else 'all']
 
     def domain_of(offsets):
         found = np.searchsorted(starts, offsets, 'right') - 1

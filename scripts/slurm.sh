@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on several nodes under SLURM, one torchrun on each. Submitted again, it goes on from the last checkpoint:
 #   sbatch --nodes=4 scripts/slurm.sh config/train_gpt2_xl.py --out_dir=/shared/xl --fsdp_replicate=4
-# Arguments go to train.py; out_dir and data/ must be on a disk that all nodes see. Partition, account, GPUs and time are
+# Arguments go to train.py; out_dir and data/ must be on a disk all nodes see. Partition, account, GPUs and time are
 # your cluster's: set them here or on sbatch's command line.
 #SBATCH --job-name=flatgpt
 #SBATCH --nodes=2
@@ -22,7 +22,8 @@ if [ ! -f train.py ]; then
     echo "slurm.sh: no train.py in $PWD; submit it from the folder that holds train.py" >&2
     exit 2
 fi
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node=${nodes%%$'\n'*}                          # the first line; | head could kill scontrol, and so the script
 port=$((20000 + SLURM_JOB_ID % 10000))              # jobs that share a node do not meet
 gpus=${SLURM_GPUS_ON_NODE:-8}
 cpus=${SLURM_CPUS_PER_TASK:-$gpus}

@@ -1,0 +1,142 @@
+"""Does the value of a training window tell bad data from good? Hides noise in Shakespeare and finds it again.
+
+python scripts/find_noise.py [--input=FILE] [--out=FOLDER] [--name=value ...]     FOLDER default: out-find-noise
+
+Every fifth window of the training set, at random places, is replaced by random characters; train.py takes 500 steps on
+it with use_ghost=True; the windows are then ranked by scripts/data_value.py's value. Prints the AUC: the probability
+that a window of text is worth more than one of noise, 0.5 by guessing and 1 at best. Writes find_noise.png; the run is
+in FOLDER/run, its data in FOLDER/data. About a minute on two CPU cores. FILE: a text to use instead of tiny
+Shakespeare. Other --name=value go to train.py.
+"""
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from data_value import ROOT, by_window, read_ghost
+from data.tokenbins import load_meta, write_file
+
+BLOCK, WINDOWS, STEPS, SEED = 128, 500, 500, 0
+SETTINGS = dict(device='cpu', compile=False, use_ghost=True, ghost_val_batch_size=32, ghost_save_interval=50,
+                data_order='epoch',     # windows begin at multiples of block_size: each is all text or all noise
+                n_layer=1, n_head=2, n_embd=64, block_size=BLOCK, batch_size=8, gradient_accumulation_steps=1,
+                learning_rate=2e-3, min_lr=1e-4, warmup_iters=100, max_iters=STEPS, lr_decay_iters=STEPS, beta2=0.99,
+                eval_interval=STEPS, eval_iters=5, log_interval=50)
+
+
+def fail(message, code=1):
+    print(f'find_noise.py: {message}', file=sys.stderr)
+    sys.exit(code)
+
+
+def add_noise(source, folder):
+    """Of a prepared folder of characters, the first WINDOWS windows with noise in place of one in five -> folder.
+
+    Returns bool (windows,): which are noise. The validation split stays as it is."""
+    meta = load_meta(source)
+    tokens, val = (np.fromfile(source / f'{split}.bin', meta['dtype']).astype(int) for split in ('train', 'val'))
+    windows = min(WINDOWS, (len(tokens) - 1) // BLOCK)
+    if windows < 50 or len(val) <= BLOCK:
+        fail(f'{len(tokens):,} and {len(val):,} characters for training and validation are too few', 2)
+    tokens = tokens[:windows * BLOCK + 1]       # one more: the target of the last input
+    generator = np.random.default_rng(SEED)
+    noise = generator.permutation(windows) < windows // 5
+    tokens[:-1].reshape(windows, BLOCK)[noise] = generator.integers(0, meta['vocab_size'], (noise.sum(), BLOCK))
+    folder.mkdir(parents=True)
+    for split, ids in (('train', tokens), ('val', val)):
+        content = ids.astype(meta['dtype']).tobytes()
+        meta['splits'][split] = {'tokens': len(ids), 'sha256': hashlib.sha256(content).hexdigest()}
+        write_file(folder / f'{split}.bin', content)
+    write_file(folder / 'meta.json', json.dumps(meta).encode())
+    return noise
+
+
+def auc(better, worse):
+    """Probability that one of `better` (n,) exceeds one of `worse` (m,), from ranks (Mann-Whitney); ties count half."""
+    _, place, count = np.unique(np.concatenate([better, worse]), return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place.ravel()]      # of equal values the mean rank, from 1
+    n, m = len(better), len(worse)
+    return (ranks[:n].sum() - n * (n + 1) / 2) / (n * m)
+
+
+def draw(path, value, noise, steps, auc_at, final):
+    try:
+        import matplotlib
+    except ImportError:
+        return print('find_noise.py: no picture: it needs matplotlib (pip install matplotlib)', file=sys.stderr)
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout='constrained')
+    bins = np.linspace(value.min(), value.max(), 60)
+    left.ticklabel_format(axis='x', style='sci', scilimits=(0, 0))
+    left.hist(value[~noise], bins, alpha=0.7, label=f'{(~noise).sum()} windows of text')
+    left.hist(value[noise], bins, alpha=0.7, label=f'{noise.sum()} windows of random characters')
+    left.set(title=f'values after {steps[-1]} steps: AUC {final:.4f}', xlabel='value (nats/token)', ylabel='windows')
+    left.margins(y=0.35)    # room for the legend
+    left.legend()
+    right.plot(steps, auc_at)
+    right.axhline(0.5, color='gray', linestyle=':', label='guessing')
+    right.set(title='AUC of the values summed up to a step', xlabel='step', ylim=(0.45, 1.02))
+    right.legend()
+    for ax in (left, right):
+        ax.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, format='png', dpi=110)
+    write_file(path, picture.getvalue())
+    print(f'wrote {path}')
+
+
+def main():
+    if sys.argv[1:] in (['-h'], ['--help']):
+        print(__doc__.strip())
+        sys.exit(0)
+    bad = [arg for arg in sys.argv[1:] if not arg.startswith('--') or '=' not in arg]
+    if bad:
+        fail(f'{bad[0]}: usage: find_noise.py [--input=FILE] [--out=FOLDER] [--name=value ...]', 2)
+    options = dict(arg[2:].split('=', 1) for arg in sys.argv[1:])
+    out, text = Path(options.pop('out', 'out-find-noise')), options.pop('input', None)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        fail(f'--out={out}: is there already; choose another or delete it', 2)
+    fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost'} & set(options)
+    if fixed:
+        fail(f'--{min(fixed)}: the experiment sets it itself', 2)
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', f'--out_dir={folder}']
+        run(prepare + [f'--input={text}'] * (text is not None), quiet=True)
+        noise = add_noise(Path(folder), out / 'data')
+    settings = SETTINGS | options | dict(dataset=(out / 'data').resolve(), out_dir=out / 'run')
+    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())])
+
+    try:
+        rows = read_ghost(out / 'run')
+    except ValueError as error:
+        fail(error)
+    offset, value, _, _ = by_window(rows)
+    steps, auc_at = np.arange(10, len(rows['iter']) + 1, 10), []
+    for step in steps:
+        seen, so_far, _, _ = by_window({name: array[:step] for name, array in rows.items()})
+        bad = noise[seen // BLOCK]
+        auc_at.append(auc(so_far[~bad], so_far[bad]))
+    bad = noise[offset // BLOCK]
+    final = auc(value[~bad], value[bad])
+    draw(out / 'find_noise.png', value, bad, steps, auc_at, final)
+    lowest = np.argsort(value, kind='stable')[:bad.sum()]
+    print(f'{bad.sum()} of {len(bad)} windows are noise; {bad[lowest].sum()} of the {bad.sum()} of lowest value are')
+    print(f'AUC {final:.4f}')
+
+
+def run(command, quiet=False):
+    """A script of ours; if it fails, its own line is the error and its exit code ours."""
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL if quiet else None)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+if __name__ == '__main__':
+    main()
