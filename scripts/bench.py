@@ -6,6 +6,7 @@ one mode, plain       python scripts/bench.py config/train_gpt2.py --batch_size=
 several, and a peer   python scripts/bench.py --modes=plain,ghost --peer=../nanoGPT config/train_gpt2.py
 several processes     python scripts/bench.py --modes=plain,ddp,fsdp --nproc=2 config/train_gpt2.py
 the best micro-batch  python scripts/bench.py --batch_sizes=12,32,60,120 config/train_gpt2.py
+the loader alone      python scripts/bench.py --data
 
 Modes: plain, ddp, fsdp, and each with +ghost; ghost alone is plain+ghost. All else goes to train.py.
 Without --dataset the tokens are random: the time is the same, the loss means nothing.
@@ -18,6 +19,12 @@ first   seconds from train.py's start to the end of its first step: compilation,
 data    share of the step in which the GPU (on a CPU: the program) waits for data
 ratio   tokens/s over the first row's, step by step in turn; for ddp and fsdp, which run alone, per GPU and of medians
 All but first and peak are medians over --steps steps, after a first and a warm-up step.
+
+--data: train.py's own loader on a sparse train.bin of 20 GB (or --dataset), for each data_order
+open    seconds from train.py's start to the end of its first step, on a tiny model and with all its imports made before
+batch   us for one micro-batch (12 x 1024 unless set otherwise): the choice of its offsets, and reading
+offsets us of it for the choice; both are medians of 10,000 batches
+memory  MiB by which the process has grown after those batches; without psutil its peak, on Windows then n/a
 """
 import argparse
 import gc
@@ -273,6 +280,54 @@ def show(rows):
               flush=True)
 
 
+# ---- the loader alone ------------------------------------------------------------------------------------------------
+def resident():
+    """Bytes of memory that this process holds, or held at most; None where neither is known."""
+    try:
+        return importlib.import_module('psutil').Process().memory_info().rss
+    except ImportError:
+        pass
+    try:
+        usage = importlib.import_module('resource')
+    except ImportError:
+        return None
+    return usage.getrusage(usage.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+def load(settings, folder):
+    """A row of figures for each data_order, of a train.py held after its first step."""
+    rows = []
+    for order in 'imports', 'random', 'epoch':
+        tiny = ['--n_layer=1', '--n_head=1', '--n_embd=8', '--compile=False', '--gradient_accumulation_steps=1',
+                f'--data_order={"random" if order == "imports" else order}']
+        runner = start(order, train(settings + tiny, folder), on_gpu)
+        runner.stop = False
+        with open(os.devnull, 'w') as silence, redirect_stdout(silence):
+            turn(runner)
+        if isinstance(runner.error, SystemExit):    # train.py has said why
+            sys.exit(runner.error.code)
+        if runner.error:
+            raise runner.error
+        offsets_of, read, samples = (runner.space[k] for k in ('train_offsets', 'read_windows', 'batch_size'))
+        times = []
+        for i in range(10100 if order != 'imports' else 0):
+            if i == 100:        # by now all that is allocated once has been
+                before = resident()
+            begin = time.perf_counter()
+            offsets = offsets_of(i, np.arange(samples))
+            chosen = time.perf_counter()
+            read('train', offsets)
+            times.append((chosen - begin, clock(runner) - begin))
+        if times:
+            after = resident()
+            choice, whole = np.median(times[100:], 0) * 1e6
+            rows.append(dict(order=order, open_s=runner.first_seconds, batch_us=whole, offsets_us=choice,
+                             grown_mib=None if after is None else (after - before) / 2**20))
+        runner.stop = True
+        turn(runner)
+    return rows
+
+
 # ---- what to run -----------------------------------------------------------------------------------------------------
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                  allow_abbrev=False)
@@ -282,6 +337,7 @@ parser.add_argument('--steps', type=int, default=5, help='timed steps of each mo
 parser.add_argument('--nproc', type=int, default=2, help='processes for ddp and fsdp')
 parser.add_argument('--batch_sizes', help='comma-separated micro-batches to compare; a step keeps its --samples')
 parser.add_argument('--samples', type=int, default=480, help='samples per step, with --batch_sizes')
+parser.add_argument('--data', action='store_true', help='the loader alone, see above')
 parser.add_argument('--profile', metavar='DIR', help="one more step: a trace for chrome://tracing, a table of kernels")
 parser.add_argument('--json', metavar='FILE', help='all figures')
 parser.add_argument('--child', help=argparse.SUPPRESS)      # set for the processes that torchrun starts
@@ -301,6 +357,8 @@ try:
     sizes = [int(b) for b in args.batch_sizes.split(',')] if args.batch_sizes else [None]
 except ValueError:
     fail(f'--batch_sizes={args.batch_sizes}: expected numbers, comma-separated')
+if args.data and args.batch_sizes:
+    fail('--data takes one --batch_size, no --batch_sizes')
 if bad := [b for b in sizes if b is not None and (b < 1 or args.samples % b)]:
     fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {bad[0]}')
 for path in filter(None, (args.profile, args.json and Path(args.json).resolve().parent)):
@@ -319,10 +377,24 @@ register_optimizer_step_post_hook(after_update)
 rows = []
 with tempfile.TemporaryDirectory() as folder:
     if not any(s.startswith('--dataset=') for s in settings) and not args.child:
-        for name in 'train.bin', 'val.bin':
+        if args.data:
+            for name, size in ('train.bin', 20 * 10**9), ('val.bin', 2**20):
+                try:
+                    with open(Path(folder, name), 'wb') as f:
+                        f.truncate(size)    # all zeros, which take no room on most file systems
+                except OSError as error:
+                    fail(f'--data: {error.strerror} for 20 GB in {folder}: name a better place, TMPDIR=...')
+            Path(folder, 'meta.json').write_text('{"vocab_size": 64}')      # logits of 50,257 would need 2.5 GB
+        for name in ('train.bin', 'val.bin') if not args.data else ():
             np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2').tofile(Path(folder, name))
         settings = settings + [f'--dataset={folder}']
-    for size in sizes:
+    if args.data:
+        rows = load(settings, folder)
+        print(f'{"order":10}{"open s":>8}{"batch us":>10}{"offsets us":>12}{"memory MiB":>12}')
+        for row in rows:
+            grown = 'n/a' if row['grown_mib'] is None else f'{row["grown_mib"]:.1f}'
+            print(f'{row["order"]:10}{row["open_s"]:8.2f}{row["batch_us"]:10.0f}{row["offsets_us"]:12.0f}{grown:>12}')
+    for size in sizes if not args.data else ():
         these = settings + ([] if size is None else
                             [f'--batch_size={size}', f'--gradient_accumulation_steps={args.samples // size}'])
         runners = []
