@@ -1,0 +1,346 @@
+"""Ghost mode: dot products against brute-force autograd, the same in every mode, and training left as it was."""
+from functools import partial
+
+import pytest
+import torch
+from conftest import log_of, write_dataset
+from modes_helper import (GHOST, MODES, bare_run, far, gradients, launch, long_run, model_of, read_dots,
+                          read_full, same, weights, windows)
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from model import GPT, GPTConfig
+
+T, V = 12, 23
+
+
+# ---- model.py in float64, against autograd sample by sample ----------------------------------------------------------
+def small_gpt(bias=True, dropout=0.0, ghost=True, noise=0.1):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=V, bias=bias, dropout=dropout)).double()
+    with torch.no_grad():
+        for p in model.parameters():    # away from the zeros and ones of a new model
+            p.add_(noise * torch.randn_like(p))
+    names = model.add_ghost() if ghost else None
+    return model, names
+
+
+def batch(n, seed, vocab=V):
+    tokens = torch.randint(0, vocab, (n, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def trainable(model):
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def set_ghost(model, val):
+    """The gradient of the validation loss into ghost_*; returns it."""
+    model.eval()
+    G = gradients(model, *val)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                p.copy_(G[name.replace('ghost_', '')])
+    model.train()
+    return G
+
+
+def dots_of(model, names, X, Y, accumulation=1, seed=7):
+    """(P, B) dots in natural units, as train.py takes them; .grad is left as plain training leaves it."""
+    torch.manual_seed(seed)
+    found = []
+    for x, y in zip(X.chunk(accumulation), Y.chunk(accumulation)):
+        zeros = torch.zeros(len(names), len(x), dtype=torch.float64, requires_grad=True)
+        (model(x, y, zeros).mean() / accumulation).backward()
+        found.append(zeros.grad * len(x) * accumulation)
+    return torch.cat(found, 1)
+
+
+def brute(model, G, X, Y, accumulation=1, seed=7):
+    """The same by one autograd.grad per sample, with the same dropout masks."""
+    torch.manual_seed(seed)
+    params, rows = trainable(model), []
+    for x, y in zip(X.chunk(accumulation), Y.chunk(accumulation)):
+        for loss in model(x, y):
+            g = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
+            rows.append(torch.stack([(a * G[n]).sum() for n, a in zip(params, g)]))
+    return torch.stack(rows, 1)
+
+
+def agree(found, exact, tolerance=1e-10):
+    """Every parameter and the total, relative to the largest value of each."""
+    assert found.shape == exact.shape
+    worst = ((found - exact).abs().amax(1) / exact.abs().amax(1)).max().item()
+    total = ((found.sum(0) - exact.sum(0)).abs().max() / exact.sum(0).abs().max()).item()
+    print(f'worst parameter {worst:.1e}, total {total:.1e}')
+    assert worst < tolerance and total < tolerance
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('accumulation', [1, 3])
+@pytest.mark.parametrize('rows', [1, 4])
+@pytest.mark.parametrize('dropout', [0.0, 0.2])
+def test_float64_against_brute_force(bias, accumulation, rows, dropout):
+    model, names = small_gpt(bias, dropout)
+    (X, Y), val = batch(6, 1), batch(rows, 2)
+    G = set_ghost(model, val)
+    assert names == list(trainable(model))
+    exact, found = brute(model, G, X, Y, accumulation), dots_of(model, names, X, Y, accumulation)
+    agree(found, exact)
+    # the weight gradient is bitwise that of a model without ghost
+    plain, _ = small_gpt(bias, dropout, ghost=False)
+    plain.train()
+    torch.manual_seed(7)
+    for x, y in zip(X.chunk(accumulation), Y.chunk(accumulation)):
+        (plain(x, y).mean() / accumulation).backward()
+    assert all(torch.equal(p.grad, plain.get_parameter(n).grad) for n, p in trainable(model).items())
+
+
+def test_tied_cross_terms():
+    """wte's row holds embedding x embedding, head x head and both cross terms: <a + b, A + B>."""
+    model, names = small_gpt()
+    (X, Y), val = batch(5, 1), batch(3, 2)
+    G = set_ghost(model, val)
+
+    def halves(x, y):   # d loss / d wte by its use as embedding, and by its use as head
+        untied = GPT(model.config).double()
+        untied.load_state_dict({n: w for n, w in model.state_dict().items() if 'ghost_' not in n})
+        untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+        return torch.autograd.grad(untied(x, y).mean(), (untied.transformer.wte.weight, untied.lm_head.weight))
+    (A, B), found = halves(*val), dots_of(model, names, X, Y)[names.index('transformer.wte.weight')]
+    assert (A + B - G['transformer.wte.weight']).abs().max() < 1e-14
+    for i in range(5):
+        a, b = halves(X[i:i + 1], Y[i:i + 1])
+        cross = (a * B).sum() + (b * A).sum()
+        assert abs(found[i] - ((a * A).sum() + (b * B).sum() + cross)) < 1e-10 * found[i].abs()
+        assert cross.abs() > 1e-3 * found[i].abs()      # or this would prove nothing
+
+
+@pytest.mark.parametrize('selective', [False, True])
+def test_activation_checkpointing_does_not_count_twice(selective):
+    model, names = small_gpt(dropout=0.2)
+    (X, Y), val = batch(6, 1), batch(4, 2)
+    G = set_ghost(model, val)
+    exact = brute(model, G, X, Y)
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    options = {'context_fn': partial(create_selective_checkpoint_contexts, kept)} if selective else {}
+    for block in model.transformer.h:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    agree(dots_of(model, names, X, Y), exact)
+
+
+def test_one_sgd_step_lowers_the_validation_loss_as_promised():
+    model, names = small_gpt(noise=0.02)
+    (X, Y), val = batch(6, 1, 5), batch(4, 2, 5)     # few characters: something to learn that carries over
+    set_ghost(model, val)
+    promised = dots_of(model, names, X, Y).sum() / 6
+    start = {n: p.detach().clone() for n, p in trainable(model).items()}
+    errors = []
+    with torch.no_grad():
+        before = model(*val).mean()
+        for lr in (1e-1, 1e-2, 1e-3, 1e-4):
+            for n, p in trainable(model).items():
+                p.copy_(start[n] - lr * p.grad)
+            errors.append(abs((model(*val).mean() - before) / (-lr * promised) - 1).item())
+    print(errors)
+    assert errors[2] < 1e-3 and errors[0] > errors[1] > errors[2] > errors[3]
+
+
+def test_uncovered_layer_is_named():
+    model, _ = small_gpt(ghost=False)
+    model.transformer.h[1].mlp.extra = torch.nn.Conv1d(16, 16, 1)
+    with pytest.raises(ValueError, match=r'transformer\.h\.1\.mlp\.extra.*Conv1d'):
+        model.add_ghost()
+    model, _ = small_gpt(ghost=False)
+    model.transformer.h[0].mlp.gain = torch.nn.Parameter(torch.ones(16))
+    with pytest.raises(ValueError, match=r'transformer\.h\.0\.mlp'):
+        model.add_ghost()
+
+
+def test_uncovered_layer_is_refused_at_start(fork, tmp_path):
+    before = '''
+import model, torch
+init = model.MLP.__init__
+def with_more(self, config):
+    init(self, config)
+    self.extra = torch.nn.Linear(4, 4)
+model.MLP.__init__ = with_more
+'''
+    line = fork(tmp_path, *GHOST, rc=2, before=before)
+    assert 'transformer.h.0.mlp.extra' in line and 'Linear' in line
+
+
+# ---- train.py --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def run(fork, tmp_path_factory):
+    return lambda mode: long_run(fork, tmp_path_factory, mode)
+
+
+def close(a, b, tolerance):
+    """Two (S, ...) tables, relative to the largest value of each step."""
+    assert a.shape == b.shape
+    worst = ((a - b).abs().flatten(1).amax(1) / b.abs().flatten(1).amax(1)).max().item()
+    print(f'{worst:.1e}')
+    return worst < tolerance
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_files(run, tiny, mode):
+    out = run(mode)
+    assert sorted(p.name for p in (out / 'grad_dotprods').iterdir()) == [
+        'iter_000004.safetensors', 'iter_000008.safetensors', 'iter_000010.safetensors', 'iter_000012.safetensors',
+        'iter_000016.safetensors', 'iter_000020.safetensors', 'valset.safetensors']
+    dots, names = read_dots(out, names=True)
+    kinds = {k: (tuple(v.shape), v.dtype) for k, v in dots.items()}
+    S, B, P = 20, 16, len(names)
+    assert kinds == {'dot_product': ((S, B), torch.float32), 'offset': ((S, B), torch.int64), 'loss': ((S, B), torch.float32),
+                     'iter': ((S,), torch.int64), 'dot_product_per_param': ((S, P, B), torch.float32),
+                     **{k: ((S,), torch.float32) for k in ('lr', 'clip_coef', 'val_loss', 'grad_norm')}}
+    assert dots['iter'].tolist() == list(range(S))
+    assert names == list(trainable(model_of(out)))
+    assert close(dots['dot_product_per_param'].sum(1), dots['dot_product'], 1e-6)
+    steps, _ = log_of(out)
+    for s in range(S):
+        assert abs(dots['loss'][s].mean() / steps[s]['loss'] - 1) < 1e-6
+        assert abs(dots['grad_norm'][s] / steps[s]['grad_norm'] - 1) < 1e-6
+        assert abs(dots['lr'][s] / steps[s]['lr'] - 1) < 1e-6
+        assert abs(dots['clip_coef'][s] / min(1, 0.5 / steps[s]['grad_norm']) - 1) < 1e-5
+    # an offset leads to the sample's text, whose loss under the weights of the step is the one recorded
+    model = model_of(out, 12, torch.float32)
+    with torch.no_grad():
+        assert (model(*windows(tiny, dots['offset'][12], 16)) - dots['loss'][12]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize('step', [0, 12])
+def test_values_equal_brute_force(run, tiny, step):
+    out = run('plain')
+    model, dots = model_of(out, step or None), read_dots(out)
+    valset = load_file(out / 'grad_dotprods' / 'valset.safetensors')
+    val = valset['tokens'][:, :-1], valset['tokens'][:, 1:]
+    assert all(torch.equal(a, b) for a, b in zip(val, windows(tiny, valset['offset'], 16, 'val.bin')))
+    assert abs(model(*val).mean().item() - dots['val_loss'][step]) < 1e-5
+    exact = brute(model, gradients(model, *val), *windows(tiny, dots['offset'][step], 16))
+    agree(dots['dot_product_per_param'][step].double(), exact, 3e-6)
+
+
+@pytest.mark.parametrize('mode', [m for m in MODES if m != 'plain'])
+def test_every_mode_equals_plain(run, mode):
+    a, b = read_dots(run(mode)), read_dots(run('plain'))
+    assert torch.equal(a['offset'], b['offset'])
+    assert same(*(load_file(run(m) / 'grad_dotprods' / 'valset.safetensors') for m in (mode, 'plain')))
+    for name in ('dot_product', 'dot_product_per_param', 'loss', 'val_loss'):
+        assert close(a[name][:1].view(1, -1), b[name][:1].view(1, -1), 1e-6), name
+        assert close(a[name].view(20, -1), b[name].view(20, -1), 2e-6), name    # the weights have come apart by rounding
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_training_is_unchanged(run, fork, tmp_path_factory, mode):
+    """Weights after 12 steps with ghost and gradient dumps, and without."""
+    a, b = read_full(bare_run(fork, tmp_path_factory, mode) / 'ckpt.pt'), weights(run(mode) / 'ckpt_dcp' / 'step_12')
+    b = {f'model.{k}': v for k, v in b.items()}
+    a = {k: v for k, v in a.items() if k in b}
+    print(far(a, b))
+    assert same(a, b) if 'fsdp' not in mode and mode != 'hsdp4' else far(a, b) < 1e-6
+
+
+@pytest.mark.parametrize('mode,args,tolerance', [
+    ('plain', ['--fsdp_activation_checkpointing=full'], 1e-6), ('ddp2', ['--fsdp_activation_checkpointing=selective'], 1e-6),
+    ('fsdp2', ['--fsdp_activation_checkpointing=full', '--fsdp_min_num_params=20000'], 1e-6),
+    ('plain', ['--dtype=bfloat16'], 1e-2), ('fsdp2', ['--dtype=bfloat16'], 1e-2), ('ddp2', ['--dtype=float16'], 1e-2),
+    ('plain', ['--gradient_accumulation_steps=1', '--batch_size=16'], 1e-6)])
+def test_value_does_not_depend_on_how(run, fork, tmp_path, mode, args, tolerance):
+    launch(fork, tmp_path, mode, *GHOST, *args, '--max_iters=1', '--eval_iters=1')
+    a, b = read_dots(tmp_path / 'out'), read_dots(run('plain'))
+    assert close(a['dot_product'], b['dot_product'][:1], tolerance)
+
+
+def test_intervals_and_resampling(fork, tmp_path):
+    launch(fork, tmp_path, 'plain', '--use_ghost=True', '--ghost_interval=3', '--ghost_save_interval=4', '--ghost_val_resample=True',
+           '--max_iters=10', '--eval_iters=1', '--ghost_val_batch_size=6')
+    folder = tmp_path / 'out' / 'grad_dotprods'
+    files = {p.name: load_file(p) for p in folder.iterdir() if p.name != 'valset.safetensors'}
+    assert {n: f['iter'].tolist() for n, f in files.items()} == {
+        'iter_000004.safetensors': [0, 3], 'iter_000008.safetensors': [6], 'iter_000010.safetensors': [9]}
+    dots = read_dots(tmp_path / 'out')
+    assert 'dot_product_per_param' not in dots
+    assert dots['val_offset'].shape == (4, 6) and len(dots['val_offset'].unique(dim=0)) == 4
+
+
+@pytest.mark.parametrize('mode', ['plain', 'ddp2', 'fsdp2'])
+def test_with_dropout(fork, tmp_path, mode):
+    """The validation pass runs without dropout, and leaves the masks of training as they were."""
+    args = ['--dropout=0.3', '--max_iters=3', '--eval_iters=1']
+    launch(fork, tmp_path, mode, *args, '--use_ghost=True', '--out_dir=ghost')
+    launch(fork, tmp_path, mode, *args, '--out_dir=bare')
+    a, b = (read_full(tmp_path / x / 'ckpt.pt') for x in ('ghost', 'bare'))
+    assert same(a, b) if mode != 'fsdp2' else far(a, b) < 1e-6
+    valset = load_file(tmp_path / 'ghost' / 'grad_dotprods' / 'valset.safetensors')
+    with torch.no_grad():
+        loss = model_of_seed(tmp_path / 'ghost')(valset['tokens'][:, :-1], valset['tokens'][:, 1:]).mean().item()
+    assert abs(read_dots(tmp_path / 'ghost')['val_loss'][0] - loss) < 1e-5
+
+
+def test_fixed_validation_batch_is_fixed(run, tiny):
+    """val_loss belongs to one batch throughout: at step 16 that of valset.safetensors under the weights of step 16."""
+    out = run('plain')
+    valset = load_file(out / 'grad_dotprods' / 'valset.safetensors')
+    with torch.no_grad():
+        loss = model_of(out, 16)(valset['tokens'][:, :-1], valset['tokens'][:, 1:]).mean().item()
+    assert abs(read_dots(out)['val_loss'][16] - loss) < 1e-5
+
+
+def test_ghost_val_dataset(fork, tmp_path, tiny, tmp_path_factory):
+    other = tmp_path_factory.mktemp('data') / 'other'       # another text in the same characters
+    write_dataset(other, (tiny / 'input.txt').read_text()[::-1])
+    launch(fork, tmp_path, 'plain', '--use_ghost=True', f'--ghost_val_dataset={other}', '--max_iters=2', '--eval_iters=1')
+    valset = load_file(tmp_path / 'out' / 'grad_dotprods' / 'valset.safetensors')
+    x, y = windows(other, valset['offset'], 16, 'val.bin')
+    assert torch.equal(valset['tokens'], torch.cat((x, y[:, -1:]), 1))
+    exact = brute(model_of_seed(tmp_path / 'out'), gradients(model_of_seed(tmp_path / 'out'), x, y),
+                  *windows(tiny, read_dots(tmp_path / 'out')['offset'][0], 16)).sum(0)
+    assert close(read_dots(tmp_path / 'out')['dot_product'][:1].double(), exact[None], 3e-6)
+
+
+def model_of_seed(out):
+    """The model before the first step of a run saved as one file."""
+    c = torch.load(out / 'ckpt.pt', weights_only=True)
+    torch.manual_seed(c['config']['seed'])
+    return GPT(GPTConfig(**c['model_args'])).double().eval()
+
+
+def test_refusals(fork, tmp_path, tmp_path_factory):
+    other = write_dataset(tmp_path_factory.mktemp('data') / 'digits', '0123456789 ' * 500)
+    assert 'tokenizer' in fork(tmp_path, '--use_ghost=True', f'--ghost_val_dataset={other}', rc=2)
+    assert 'ghost_val_batch_size=6' in fork(tmp_path, '--use_ghost=True', '--ghost_val_batch_size=6', '--gradient_accumulation_steps=4',
+                                            rc=2, nproc=4, patient=True)
+    assert 'nowhere' in fork(tmp_path, '--use_ghost=True', '--ghost_val_dataset=nowhere', rc=2)
+    for name in ('ghost_interval', 'ghost_save_interval', 'ghost_val_batch_size'):
+        assert f'{name}=0' in fork(tmp_path, '--use_ghost=True', f'--{name}=0', rc=2)
+
+
+KILL_AT_STEP = '''
+import os, signal, sys
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+sys.stderr = open(os.devnull, 'w')   # the others tell that the killed rank is gone
+count = 0
+def hook(optimizer, args, kwargs):
+    global count
+    count += 1
+    if count == {n} and os.environ.get('RANK', '0') == {rank!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+register_optimizer_step_pre_hook(hook)
+'''
+
+
+@pytest.mark.parametrize('mode,rank', [('plain', '0'), ('ddp2', '1')])
+def test_kill_and_resume_neither_lose_nor_double(run, fork, tmp_path, mode, rank):
+    """Killed in step 10, after the file of step 9 and a checkpoint at 8: nothing done before the kill's last file is lost."""
+    args = [*GHOST, '--ghost_save_interval=3', '--checkpoint_interval=4', '--max_iters=14', '--eval_interval=100', '--eval_iters=1']
+    launch(fork, tmp_path, mode, *args, rc=-9, before=KILL_AT_STEP.format(n=11, rank=rank))
+    assert read_dots(tmp_path / 'out')['iter'].tolist() == list(range(9))
+    launch(fork, tmp_path, mode, *args, '--init_from=resume')
+    dots, unbroken = read_dots(tmp_path / 'out'), read_dots(run(mode))
+    assert all(torch.equal(dots[k], unbroken[k][:14]) for k in unbroken)
+    assert not list((tmp_path / 'out' / 'grad_dotprods').glob('*.tmp'))
