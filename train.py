@@ -238,7 +238,11 @@ def val_offsets(step):
 def read_windows(split, offsets):
     """Inputs and targets on the device, int64 (len(offsets), block_size) each, the targets one token later."""
     path, itemtype, _ = bins[split]     # read, not mapped: a memory map's pages would count as ours and pile up
-    tokens = np.stack([np.fromfile(path, itemtype, block_size + 1, offset=int(o) * itemtype.itemsize) for o in offsets])
+    tokens = np.empty((len(offsets), block_size + 1), itemtype)
+    with open(path, 'rb') as f:
+        for row, offset in zip(tokens, offsets.tolist()):
+            f.seek(offset * itemtype.itemsize)
+            row[:] = np.fromfile(f, itemtype, block_size + 1)
     if tokens.max() >= vocab_size:
         where = offsets[tokens.max(1).argmax()]
         fail(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids', reports=True)

@@ -16,6 +16,7 @@ import hashlib
 import http.client
 import io
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -852,15 +853,15 @@ def hash64(*parts):
 
 def shuffled(k, n, seed, epoch):
     """Where 0 <= k < n, int64 (m,), go in the shuffle of 0 .. n - 1 that belongs to (seed, epoch); epoch an int or (m,).
-    A Feistel network permutes 0 .. 4^half - 1 without a table; what it sends to n or beyond goes through it again."""
-    half = max(1, (n - 1).bit_length() + 1 >> 1)
-    k, epoch, mask = np.array(k), np.broadcast_to(epoch, np.shape(k)), (1 << half) - 1
-    todo = np.ones(len(k), bool)
+    A Feistel network permutes 0 .. side^2 - 1 without a table; what it sends to n or beyond goes through it again."""
+    side = max(2, math.isqrt(n - 1) + 1)
+    k, epoch, todo = np.array(k), np.broadcast_to(epoch, np.shape(k)), np.ones(np.shape(k), bool)
     while todo.any():
-        left, right = k[todo] >> half, k[todo] & mask
+        left, right = np.divmod(k[todo], side)
         for i in range(4):
-            left, right = right, left ^ (hash64(seed, epoch[todo], i, right) & np.uint64(mask)).astype(np.int64)
-        k[todo] = left << half | right
+            mixed = (hash64(seed, epoch[todo], i, right) % np.uint64(side)).astype(np.int64)
+            left, right = right, (left + mixed) % side
+        k[todo] = left * side + right
         todo = k >= n
     return k
 

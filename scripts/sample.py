@@ -49,6 +49,8 @@ if not 0 < top_p <= 1:
     fail(f'top_p={top_p}: must be above 0 and at most 1')
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+if device.startswith('cuda') and not torch.cuda.is_available():
+    fail(f'device={device}: this torch ({torch.__version__}) sees no GPU; use --device=cpu')
 if dtype == 'auto':
     dtype = 'bfloat16' if device.startswith('cuda') and torch.cuda.is_bf16_supported() else 'float32'
 if dtype not in ('float32', 'bfloat16', 'float16'):
@@ -67,7 +69,7 @@ try:
         start = Path(start[5:]).read_text(encoding='utf-8')
     prompt = torch.tensor(tokenizer.encode(start), dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-except (ValueError, OSError, RuntimeError, AssertionError) as error:    # the last two: no such device
+except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
     fail(str(error).splitlines()[0])
 model = GPT(GPTConfig(**{**checkpoint['model_args'], 'dropout': 0.0})).to(device).eval()
 model.load_state_dict(checkpoint['model'])
