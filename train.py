@@ -510,11 +510,12 @@ def save_checkpoint(last, best):
                 scaler=scaler.state_dict(), wandb_id=wandb_id)
     if full and master_process:
         tensors['model']['lm_head.weight'] = tensors['model']['transformer.wte.weight']     # one tensor, stored once
-        names = ['ckpt.pt'] * last + ['best.pt'] * best
+        # best.pt first: after a kill in between the resumed run finds that step to be the best again
+        names = ['best.pt'] * best + ['ckpt.pt'] * last
         write_file(out / names[0], lambda f: torch.save({**tensors, **rest}, f))
         if last and best:
-            with open(out / 'ckpt.pt', 'rb') as written:
-                write_file(out / 'best.pt', lambda f: shutil.copyfileobj(written, f))
+            with open(out / 'best.pt', 'rb') as written:
+                write_file(out / 'ckpt.pt', lambda f: shutil.copyfileobj(written, f))
     elif not full:
         finish_checkpoint()         # two at once would deadlock
         folder = out / 'ckpt_dcp' / f'step_{iter_num}'
