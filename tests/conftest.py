@@ -115,8 +115,8 @@ def fork_server(tmp_path_factory):
 @pytest.fixture(scope='session')
 def fork(fork_server, tiny):
     """fork(cwd, *args, rc=0, nproc=None, before='', after='', env={}, patient=False): train.py at TINY's settings
-    within half a second, every warning an error. before and after: code around it, g are its globals. Returns its output and
-    .codes by rank; for rc=2 the one line of its message. A rank that fails ends the others unless patient."""
+    within half a second, every warning an error. before and after: code around it, g are its globals. Returns its
+    output and .codes by rank; for rc=2 the one line of its message. A rank that fails ends the others unless patient."""
     server, folder = fork_server
 
     def run(cwd, *args, rc=0, nproc=None, before='', after='', env={}, patient=False, script=TRAIN, tiny_args=True,
@@ -126,9 +126,8 @@ def fork(fork_server, tiny):
         argv = [script, *([f'--dataset={tiny}', *TINY] if tiny_args else []), *map(str, args)]
         there = tree(cwd)
         server.stdin.write(json.dumps(dict(argv=argv, cwd=str(cwd), nproc=nproc, before=before, after=after, env=env,
-                                           patient=patient,
-                                           stdout=stdout or str(folder / 'stdout'), stderr=str(folder / 'stderr'),
-                                           cache=str(folder / 'cache'), warn=warn)) + '\n')
+                                           patient=patient, stdout=stdout or str(folder / 'stdout'),
+                                           stderr=str(folder / 'stderr'), cache=str(folder / 'cache'), warn=warn)) + '\n')
         server.stdin.flush()
         codes = json.loads(server.stdout.readline())
         out, err = [(folder / n).read_text() if (folder / n).exists() else '' for n in ('stdout', 'stderr')]
@@ -152,7 +151,7 @@ def train(tiny):
     return run
 
 
-def write_dataset(folder, text, **options):
+def write_dataset(folder, text):
     """train.bin, val.bin and meta.json of a text's characters."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'input.txt').write_text(text)
