@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 
 from configurator import configure
 from data.tokenbins import hash64, load_meta, shuffled, write_file
-from model import GPT, GPTConfig, peak_flops
+from model import GPT, OPENAI, GPTConfig, peak_flops
 from scripts.export import newest_checkpoint, read_checkpoint
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
@@ -154,15 +154,17 @@ at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_step
 for name, value in config.items():
     if isinstance(value, (int, float)) and value < (name in at_least_1):
         fail(f'{name}={value}: must be at least {int(name in at_least_1)}')
-for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), compile=(True, False),
-                         data_order=('random', 'epoch'), dtype=('float32', 'bfloat16', 'float16'),
-                         backend=('auto', 'nccl', 'gloo')).items():
+for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
+                         data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
+                         compile=('auto', True, False)).items():
     if config[name] not in values:
         fail(f'{name}={config[name]!r}: expected {" or ".join(map(repr, values))}')
 ghost_rows = ghost_val_batch_size // world_size     # per rank
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 for wrong, message in (
         (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
+        (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)), f'init_from={init_from}: '
+         f'expected scratch, resume, auto, {", ".join(OPENAI)} or a folder in Hugging Face form'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
         (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
         (gradient_accumulation_steps % world_size,
@@ -634,7 +636,8 @@ say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + op
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches '
     f'x {world_size} ranks = {tokens_per_step:,}')
 say(f'{max_iters:,} steps see {max_iters * tokens_per_step:,} tokens, '
-    f'{max_iters * tokens_per_step / bins["train"][2]:.2f} epochs of {dataset}')
+    f'{max_iters * tokens_per_step / bins["train"][2]:.2f} epochs of {dataset}'
+    + f'; step {iter_num:,} is reached already, so there is nothing to train' * (iter_num >= max_iters))
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 stop_signal = 0
