@@ -422,9 +422,11 @@ def test_evaluation_and_logging_never_change_the_training(fork, base, tmp_path):
     assert set(steps) >= {0, 4, 8, 12, 16} and all(steps[i]['loss'] == expected[i]['loss'] for i in steps)
 
 
-def test_seed_and_order_matter(base, fork, tmp_path):
+def test_seed_order_and_dropout_matter(base, fork, tmp_path):
+    """In steps after an evaluation, which turns dropout off for its time."""
     fork(tmp_path, '--out_dir=a', DROPOUT, '--seed=7')
-    for other in (base / 'epoch', tmp_path / 'a'):
+    fork(tmp_path, '--out_dir=b')
+    for other in (base / 'epoch', tmp_path / 'a', tmp_path / 'b'):
         assert log_of(other)[0][3]['loss'] != log_of(base / 'random')[0][3]['loss']
 
 
