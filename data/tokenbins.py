@@ -858,7 +858,7 @@ def shuffled(k, n, seed, epoch):
     k, epoch, todo = np.array(k), np.broadcast_to(epoch, np.shape(k)), np.ones(np.shape(k), bool)
     while todo.any():
         left, right = np.divmod(k[todo], side)
-        for i in range(4):
+        for i in range(6):      # fewer let one window too often follow another
             mixed = (hash64(seed, epoch[todo], i, right) % np.uint64(side)).astype(np.int64)
             left, right = right, (left + mixed) % side
         k[todo] = left * side + right

@@ -1,6 +1,6 @@
 """What the tests of modes, ghost and gradient dumps share: one long run per mode, and how to read what it wrote."""
+
 import json
-import os
 import sys
 import warnings
 
@@ -16,10 +16,19 @@ sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
 
 torch.set_num_threads(1)
-MODES = {'plain': (None, []), 'ddp2': (2, []), 'fsdp2': (2, ['--use_fsdp=True']), 'ddp4': (4, []),
-         'fsdp4': (4, ['--use_fsdp=True']), 'hsdp4': (4, ['--use_fsdp=True', '--fsdp_replicate=2'])}
+MODES = {
+    'plain': (None, []),
+    'ddp2': (2, []),
+    'fsdp2': (2, ['--use_fsdp=True']),
+    'ddp4': (4, []),
+    'fsdp4': (4, ['--use_fsdp=True']),
+    'hsdp4': (4, ['--use_fsdp=True', '--fsdp_replicate=2']),
+}
 # 16 samples per step, in 8 micro-batches: two for each of 4 ranks; 3 blocks, so that groups come out uneven
-SMALL = '--n_layer=3 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=8 --weight_decay=0.1 --grad_clip=0.5'.split()
+SMALL = (
+    '--n_layer=3 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=8 --weight_decay=0.1 '
+    '--grad_clip=0.5'
+).split()
 GHOST = '--use_ghost=True --ghost_per_param=True'.split()
 DUMP = '--grad_dump=True --grad_dump_step_interval=4'.split()
 SHARDED = '--checkpoint_format=sharded'
@@ -53,7 +62,7 @@ def read_dcp(folder):
     """{key: tensor} of all tensors that a torch.distributed.checkpoint folder holds, by its plain calls."""
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {k: torch.empty(m.size, dtype=m.properties.dtype) for k, m in metadata.items() if hasattr(m, 'size')}
-    with warnings.catch_warnings():     # that this is a single process
+    with warnings.catch_warnings():  # that this is a single process
         warnings.simplefilter('ignore')
         dcp.load(tensors, checkpoint_id=folder, no_dist=True)
     return tensors
@@ -105,7 +114,7 @@ def windows(folder, offsets, T, file='train.bin'):
     """Inputs and targets at token offsets, as the format in meta.json says."""
     meta = json.loads((folder / 'meta.json').read_text())
     tokens = np.fromfile(folder / file, meta['dtype']).astype(np.int64)
-    tokens = torch.stack([torch.from_numpy(tokens[o:o + T + 1]) for o in offsets])
+    tokens = torch.stack([torch.from_numpy(tokens[o : o + T + 1]) for o in offsets])
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -1,11 +1,25 @@
 """Ghost mode: dot products against brute-force autograd, the same in every mode, and training left as it was."""
+
 from functools import partial
 
 import pytest
 import torch
 from conftest import log_of, write_dataset
-from modes_helper import (GHOST, MODES, bare_run, far, gradients, launch, long_run, model_of, read_dots,
-                          read_full, same, weights, windows)
+from modes_helper import (
+    GHOST,
+    MODES,
+    bare_run,
+    far,
+    gradients,
+    launch,
+    long_run,
+    model_of,
+    read_dots,
+    read_full,
+    same,
+    weights,
+    windows,
+)
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -17,9 +31,11 @@ T, V = 12, 23
 # ---- model.py in float64, against autograd sample by sample ----------------------------------------------------------
 def small_gpt(bias=True, dropout=0.0, ghost=True, noise=0.1):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=V, bias=bias, dropout=dropout)).double()
+    model = GPT(
+        GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=V, bias=bias, dropout=dropout)
+    ).double()
     with torch.no_grad():
-        for p in model.parameters():    # away from the zeros and ones of a new model
+        for p in model.parameters():  # away from the zeros and ones of a new model
             p.add_(noise * torch.randn_like(p))
     names = model.add_ghost() if ghost else None
     return model, names
@@ -103,18 +119,19 @@ def test_tied_cross_terms():
     (X, Y), val = batch(5, 1), batch(3, 2)
     G = set_ghost(model, val)
 
-    def halves(x, y):   # d loss / d wte by its use as embedding, and by its use as head
+    def halves(x, y):  # d loss / d wte by its use as embedding, and by its use as head
         untied = GPT(model.config).double()
         untied.load_state_dict({n: w for n, w in model.state_dict().items() if 'ghost_' not in n})
         untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
         return torch.autograd.grad(untied(x, y).mean(), (untied.transformer.wte.weight, untied.lm_head.weight))
+
     (A, B), found = halves(*val), dots_of(model, names, X, Y)[names.index('transformer.wte.weight')]
     assert (A + B - G['transformer.wte.weight']).abs().max() < 1e-14
     for i in range(5):
-        a, b = halves(X[i:i + 1], Y[i:i + 1])
+        a, b = halves(X[i : i + 1], Y[i : i + 1])
         cross = (a * B).sum() + (b * A).sum()
         assert abs(found[i] - ((a * A).sum() + (b * B).sum() + cross)) < 1e-10 * found[i].abs()
-        assert cross.abs() > 1e-3 * found[i].abs()      # or this would prove nothing
+        assert cross.abs() > 1e-3 * found[i].abs()  # or this would prove nothing
 
 
 @pytest.mark.parametrize('selective', [False, True])
@@ -133,7 +150,7 @@ def test_activation_checkpointing_does_not_count_twice(selective):
 
 def test_one_sgd_step_lowers_the_validation_loss_as_promised():
     model, names = small_gpt(noise=0.02)
-    (X, Y), val = batch(6, 1, 5), batch(4, 2, 5)     # few characters: something to learn that carries over
+    (X, Y), val = batch(6, 1, 5), batch(4, 2, 5)  # few characters: something to learn that carries over
     set_ghost(model, val)
     promised = dots_of(model, names, X, Y).sum() / 6
     start = {n: p.detach().clone() for n, p in trainable(model).items()}
@@ -160,14 +177,14 @@ def test_uncovered_layer_is_named():
 
 
 def test_uncovered_layer_is_refused_at_start(fork, tmp_path):
-    before = '''
+    before = """
 import model, torch
 init = model.MLP.__init__
 def with_more(self, config):
     init(self, config)
     self.extra = torch.nn.Linear(4, 4)
 model.MLP.__init__ = with_more
-'''
+"""
     line = fork(tmp_path, *GHOST, rc=2, before=before)
     assert 'transformer.h.0.mlp.extra' in line and 'Linear' in line
 
@@ -190,14 +207,25 @@ def close(a, b, tolerance):
 def test_files(run, tiny, mode):
     out = run(mode)
     assert sorted(p.name for p in (out / 'grad_dotprods').iterdir()) == [
-        'iter_000004.safetensors', 'iter_000008.safetensors', 'iter_000010.safetensors', 'iter_000012.safetensors',
-        'iter_000016.safetensors', 'iter_000020.safetensors', 'valset.safetensors']
+        'iter_000004.safetensors',
+        'iter_000008.safetensors',
+        'iter_000010.safetensors',
+        'iter_000012.safetensors',
+        'iter_000016.safetensors',
+        'iter_000020.safetensors',
+        'valset.safetensors',
+    ]
     dots, names = read_dots(out, names=True)
     kinds = {k: (tuple(v.shape), v.dtype) for k, v in dots.items()}
     S, B, P = 20, 16, len(names)
-    assert kinds == {'dot_product': ((S, B), torch.float32), 'offset': ((S, B), torch.int64), 'loss': ((S, B), torch.float32),
-                     'iter': ((S,), torch.int64), 'dot_product_per_param': ((S, P, B), torch.float32),
-                     **{k: ((S,), torch.float32) for k in ('lr', 'clip_coef', 'val_loss', 'grad_norm')}}
+    assert kinds == {
+        'dot_product': ((S, B), torch.float32),
+        'offset': ((S, B), torch.int64),
+        'loss': ((S, B), torch.float32),
+        'iter': ((S,), torch.int64),
+        'dot_product_per_param': ((S, P, B), torch.float32),
+        **{k: ((S,), torch.float32) for k in ('lr', 'clip_coef', 'val_loss', 'grad_norm')},
+    }
     assert dots['iter'].tolist() == list(range(S))
     assert names == list(trainable(model_of(out)))
     assert close(dots['dot_product_per_param'].sum(1), dots['dot_product'], 1e-6)
@@ -232,7 +260,7 @@ def test_every_mode_equals_plain(run, mode):
     assert same(*(load_file(run(m) / 'grad_dotprods' / 'valset.safetensors') for m in (mode, 'plain')))
     for name in ('dot_product', 'dot_product_per_param', 'loss', 'val_loss'):
         assert close(a[name][:1].view(1, -1), b[name][:1].view(1, -1), 1e-6), name
-        assert close(a[name].view(20, -1), b[name].view(20, -1), 2e-6), name    # the weights have come apart by rounding
+        assert close(a[name].view(20, -1), b[name].view(20, -1), 2e-6), name  # weights apart by rounding
 
 
 @pytest.mark.parametrize('mode', MODES)
@@ -245,11 +273,18 @@ def test_training_is_unchanged(run, fork, tmp_path_factory, mode):
     assert same(a, b) if 'fsdp' not in mode and mode != 'hsdp4' else far(a, b) < 1e-6
 
 
-@pytest.mark.parametrize('mode,args,tolerance', [
-    ('plain', ['--fsdp_activation_checkpointing=full'], 1e-6), ('ddp2', ['--fsdp_activation_checkpointing=selective'], 1e-6),
-    ('fsdp2', ['--fsdp_activation_checkpointing=full', '--fsdp_min_num_params=20000'], 1e-6),
-    ('plain', ['--dtype=bfloat16'], 1e-2), ('fsdp2', ['--dtype=bfloat16'], 1e-2), ('ddp2', ['--dtype=float16'], 1e-2),
-    ('plain', ['--gradient_accumulation_steps=1', '--batch_size=16'], 1e-6)])
+@pytest.mark.parametrize(
+    'mode,args,tolerance',
+    [
+        ('plain', ['--fsdp_activation_checkpointing=full'], 1e-6),
+        ('ddp2', ['--fsdp_activation_checkpointing=selective'], 1e-6),
+        ('fsdp2', ['--fsdp_activation_checkpointing=full', '--fsdp_min_num_params=20000'], 1e-6),
+        ('plain', ['--dtype=bfloat16'], 1e-2),
+        ('fsdp2', ['--dtype=bfloat16'], 1e-2),
+        ('ddp2', ['--dtype=float16'], 1e-2),
+        ('plain', ['--gradient_accumulation_steps=1', '--batch_size=16'], 1e-6),
+    ],
+)
 def test_value_does_not_depend_on_how(run, fork, tmp_path, mode, args, tolerance):
     launch(fork, tmp_path, mode, *GHOST, *args, '--max_iters=1', '--eval_iters=1')
     a, b = read_dots(tmp_path / 'out'), read_dots(run('plain'))
@@ -257,12 +292,25 @@ def test_value_does_not_depend_on_how(run, fork, tmp_path, mode, args, tolerance
 
 
 def test_intervals_and_resampling(fork, tmp_path):
-    launch(fork, tmp_path, 'plain', '--use_ghost=True', '--ghost_interval=3', '--ghost_save_interval=4', '--ghost_val_resample=True',
-           '--max_iters=10', '--eval_iters=1', '--ghost_val_batch_size=6')
+    launch(
+        fork,
+        tmp_path,
+        'plain',
+        '--use_ghost=True',
+        '--ghost_interval=3',
+        '--ghost_save_interval=4',
+        '--ghost_val_resample=True',
+        '--max_iters=10',
+        '--eval_iters=1',
+        '--ghost_val_batch_size=6',
+    )
     folder = tmp_path / 'out' / 'grad_dotprods'
     files = {p.name: load_file(p) for p in folder.iterdir() if p.name != 'valset.safetensors'}
     assert {n: f['iter'].tolist() for n, f in files.items()} == {
-        'iter_000004.safetensors': [0, 3], 'iter_000008.safetensors': [6], 'iter_000010.safetensors': [9]}
+        'iter_000004.safetensors': [0, 3],
+        'iter_000008.safetensors': [6],
+        'iter_000010.safetensors': [9],
+    }
     dots = read_dots(tmp_path / 'out')
     assert 'dot_product_per_param' not in dots
     assert dots['val_offset'].shape == (4, 6) and len(dots['val_offset'].unique(dim=0)) == 4
@@ -292,14 +340,19 @@ def test_fixed_validation_batch_is_fixed(run, tiny):
 
 
 def test_ghost_val_dataset(fork, tmp_path, tiny, tmp_path_factory):
-    other = tmp_path_factory.mktemp('data') / 'other'       # another text in the same characters
+    other = tmp_path_factory.mktemp('data') / 'other'  # another text in the same characters
     write_dataset(other, (tiny / 'input.txt').read_text()[::-1])
-    launch(fork, tmp_path, 'plain', '--use_ghost=True', f'--ghost_val_dataset={other}', '--max_iters=2', '--eval_iters=1')
+    launch(
+        fork, tmp_path, 'plain', '--use_ghost=True', f'--ghost_val_dataset={other}', '--max_iters=2', '--eval_iters=1'
+    )
     valset = load_file(tmp_path / 'out' / 'grad_dotprods' / 'valset.safetensors')
     x, y = windows(other, valset['offset'], 16, 'val.bin')
     assert torch.equal(valset['tokens'], torch.cat((x, y[:, -1:]), 1))
-    exact = brute(model_of_seed(tmp_path / 'out'), gradients(model_of_seed(tmp_path / 'out'), x, y),
-                  *windows(tiny, read_dots(tmp_path / 'out')['offset'][0], 16)).sum(0)
+    exact = brute(
+        model_of_seed(tmp_path / 'out'),
+        gradients(model_of_seed(tmp_path / 'out'), x, y),
+        *windows(tiny, read_dots(tmp_path / 'out')['offset'][0], 16),
+    ).sum(0)
     assert close(read_dots(tmp_path / 'out')['dot_product'][:1].double(), exact[None], 3e-6)
 
 
@@ -313,14 +366,21 @@ def model_of_seed(out):
 def test_refusals(fork, tmp_path, tmp_path_factory):
     other = write_dataset(tmp_path_factory.mktemp('data') / 'digits', '0123456789 ' * 500)
     assert 'tokenizer' in fork(tmp_path, '--use_ghost=True', f'--ghost_val_dataset={other}', rc=2)
-    assert 'ghost_val_batch_size=6' in fork(tmp_path, '--use_ghost=True', '--ghost_val_batch_size=6', '--gradient_accumulation_steps=4',
-                                            rc=2, nproc=4, patient=True)
+    assert 'ghost_val_batch_size=6' in fork(
+        tmp_path,
+        '--use_ghost=True',
+        '--ghost_val_batch_size=6',
+        '--gradient_accumulation_steps=4',
+        rc=2,
+        nproc=4,
+        patient=True,
+    )
     assert 'nowhere' in fork(tmp_path, '--use_ghost=True', '--ghost_val_dataset=nowhere', rc=2)
     for name in ('ghost_interval', 'ghost_save_interval', 'ghost_val_batch_size'):
         assert f'{name}=0' in fork(tmp_path, '--use_ghost=True', f'--{name}=0', rc=2)
 
 
-KILL_AT_STEP = '''
+KILL_AT_STEP = """
 import os, signal, sys
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 sys.stderr = open(os.devnull, 'w')   # the others tell that the killed rank is gone
@@ -331,16 +391,24 @@ def hook(optimizer, args, kwargs):
     if count == {n} and os.environ.get('RANK', '0') == {rank!r}:
         os.kill(os.getpid(), signal.SIGKILL)
 register_optimizer_step_pre_hook(hook)
-'''
+"""
 
 
 @pytest.mark.parametrize('mode,rank', [('plain', '0'), ('ddp2', '1')])
 def test_kill_and_resume_neither_lose_nor_double(run, fork, tmp_path, mode, rank):
-    """Killed in step 10, after the file of step 9 and a checkpoint at 8: nothing done before the kill's last file is lost."""
-    args = [*GHOST, '--ghost_save_interval=3', '--checkpoint_interval=4', '--max_iters=14', '--eval_interval=100', '--eval_iters=1']
+    """Killed in step 10, after the file of steps 6 to 8 and a checkpoint at 8: what is in a file stays, none twice."""
+    args = [
+        *GHOST,
+        '--ghost_save_interval=3',
+        '--checkpoint_interval=4',
+        '--max_iters=14',
+        '--eval_interval=100',
+        '--eval_iters=1',
+    ]
     launch(fork, tmp_path, mode, *args, rc=-9, before=KILL_AT_STEP.format(n=11, rank=rank))
     assert read_dots(tmp_path / 'out')['iter'].tolist() == list(range(9))
-    launch(fork, tmp_path, mode, *args, '--init_from=resume')
+    # other intervals from here on, so that no file takes the name of one that goes
+    launch(fork, tmp_path, mode, *args, '--ghost_save_interval=5', '--init_from=resume')
     dots, unbroken = read_dots(tmp_path / 'out'), read_dots(run(mode))
     assert all(torch.equal(dots[k], unbroken[k][:14]) for k in unbroken)
     assert not list((tmp_path / 'out' / 'grad_dotprods').glob('*.tmp'))
