@@ -475,8 +475,11 @@ def download_gpt2(name):
     for file in ('config.json', 'model.safetensors'):
         url = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co")}/openai-community/{name}/resolve/main/{file}'
         if not (folder / file).is_file():
-            with urllib.request.urlopen(urllib.request.Request(url, method='HEAD'), timeout=10) as reply:
-                size = int(reply.headers['Content-Length'])
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url, method='HEAD'), timeout=10) as reply:
+                    size = int(reply.headers['Content-Length'])
+            except OSError as error:
+                raise OSError(f'{url}: {error}; fetch it elsewhere and name its folder by --init_from') from None
             fetch({'url': url, 'size': size, 'sha256': None}, folder / file)
     return folder
 

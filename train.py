@@ -163,6 +163,7 @@ ghost_rows = ghost_val_batch_size // world_size     # per rank
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 for wrong, message in (
         (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
+        (not out_dir, 'out_dir is empty: name a folder'),
         (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)), f'init_from={init_from}: '
          f'expected scratch, resume, auto, {", ".join(OPENAI)} or a folder in Hugging Face form'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
