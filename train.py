@@ -154,7 +154,8 @@ at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_step
 for name, value in config.items():
     if isinstance(value, (int, float)) and value < (name in at_least_1):
         fail(f'{name}={value}: must be at least {int(name in at_least_1)}')
-for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
+for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'),
+                         backend=('auto', 'nccl', 'gloo'),
                          data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
                          compile=('auto', True, False)).items():
     if config[name] not in values:
@@ -164,15 +165,16 @@ rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 for wrong, message in (
         (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
         (not out_dir, 'out_dir is empty: name a folder'),
-        (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)), f'init_from={init_from}: '
-         f'expected scratch, resume, auto, {", ".join(OPENAI)} or a folder in Hugging Face form'),
+        (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)),
+         f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)} or a folder'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
         (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
         (gradient_accumulation_steps % world_size,
          f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
          f'and must be a multiple of that: --gradient_accumulation_steps={rounded_up}'),
         (distributed and device_type == 'mps', 'mps takes one process; use --device=cpu for several'),
-        (gpus and int(os.environ.get('LOCAL_WORLD_SIZE', 1)) > gpus, f'more processes than GPUs: --nproc_per_node={gpus}'),
+        (gpus and int(os.environ.get('LOCAL_WORLD_SIZE', 1)) > gpus,
+         f'more processes than GPUs: --nproc_per_node={gpus}'),
         (backend == 'nccl' and not gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo'),
         (dtype == 'bfloat16' and not has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32'),
         (dtype == 'float16' and device_type == 'mps', 'dtype=float16 does not train on mps: --dtype=float32'),
@@ -309,8 +311,8 @@ try:
                        and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
         elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
-            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go on '
-                             'by --init_from=resume, or delete it by --overwrite=True')
+            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go '
+                             'on by --init_from=resume, or delete it by --overwrite=True')
         elif state:         # pretrained
             positions = state['model_args']['block_size']
             if block_size > positions:
@@ -657,8 +659,9 @@ X, Y = train_batch(iter_num, 0)
 if distributed and not use_fsdp and not eval_only:
     # DDP lays out its buckets anew after its first backward pass, and sums over ranks in another order from then on;
     # so that comes before the first step, or a resumed run would differ from an unbroken one in the last bits
+    zeros = torch.zeros(len(ghosts), batch_size, device=device, requires_grad=True) if use_ghost else None
     with autocast:
-        loss = model(X, Y, torch.zeros(len(ghosts), batch_size, device=device, requires_grad=True) if use_ghost else None)
+        loss = model(X, Y, zeros)
     loss.mean().backward()
     optimizer.zero_grad(set_to_none=True)
 stopping, saved_at, timed_from, clock = False, start_iter, iter_num, time.perf_counter()
