@@ -309,10 +309,11 @@ try:
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
             changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
                        and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
+            changed += ['the tokens of the dataset'] * ((state.get('meta') or meta).get('splits') != meta.get('splits'))
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
         elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
-            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): choose another --out_dir, or go '
-                             'on by --init_from=resume, or delete it by --overwrite=True')
+            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
+                             'by --init_from=resume, or delete it by --overwrite=True')
         elif state:         # pretrained
             positions = state['model_args']['block_size']
             if block_size > positions:

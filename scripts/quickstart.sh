@@ -5,5 +5,8 @@ set -euo pipefail
 . "$(dirname "$0")/setup.sh"
 [ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
 config=$("$PYTHON" -c 'import torch; print("train_shakespeare_char" + "_cpu" * (not torch.cuda.is_available()))')
-"$PYTHON" train.py "config/$config.py" --overwrite=True "$@"
-"$PYTHON" scripts/sample.py --out_dir=out-shakespeare-char --num_samples=1
+out=out-quickstart      # its own, so that it may be written anew each time
+for argument; do case $argument in --out_dir=*) out=${argument#*=};; esac; done
+overwrite=$([ "$out" != out-quickstart ] || echo --overwrite=True)
+"$PYTHON" train.py "config/$config.py" --out_dir="$out" $overwrite "$@"
+"$PYTHON" scripts/sample.py --out_dir="$out" --num_samples=1

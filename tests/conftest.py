@@ -183,3 +183,12 @@ def log_of(out):
 def ckpt_of(out, name='ckpt.pt'):
     import torch
     return torch.load(out / name, map_location='cpu', weights_only=True)
+
+
+SLOW = ['test_data', 'test_data_slow', 'test_bench', 'test_find_noise', 'test_train', 'test_ddp', 'test_dumps', 'test_ghost',
+        'test_modes']
+
+
+def pytest_collection_modifyitems(items):
+    """The quick files first, so that a fault shows early."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else -1)
