@@ -39,6 +39,7 @@ from configurator import configure
 from data.tokenbins import hash64, load_meta, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
 from scripts.export import newest_checkpoint, read_checkpoint
+from scripts.load_grads import get_checkpoint_metadata
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 
@@ -294,7 +295,11 @@ try:
         if init_from in ('resume', 'auto'):
             checkpoint = newest_checkpoint(out_dir)
         if checkpoint is not None and os.path.isdir(checkpoint):        # sharded: the tensors follow below
-            state = json.loads(Path(checkpoint, 'state.json').read_text())
+            try:
+                state = json.loads(Path(checkpoint, 'state.json').read_text())
+                get_checkpoint_metadata(checkpoint)
+            except ValueError:
+                raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken')
         elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
             state = read_checkpoint(checkpoint or init_from)
         elif init_from == 'resume':
@@ -412,7 +417,10 @@ if checkpoint is not None and not have_weights:         # sharded: every rank re
     tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model).items() if k in params},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer)}
     groups = tensors['optimizer'].pop('param_groups')
-    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=not distributed)
+    try:
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=not distributed)
+    except (Exception, dcp.CheckpointException) as error:       # on all ranks alike
+        fail(f'{checkpoint} is torn ({type(error).__name__}): delete that folder, and the one before is taken')
     set_model_state_dict(raw_model, tensors['model'], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(raw_model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
 elif have_optimizer_state:
@@ -580,8 +588,11 @@ def dump_gradients(folder):
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 if master_process and not eval_only:
-    out.mkdir(parents=True, exist_ok=True)
-    if wandb_log:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f'out_dir={out_dir}: {error}'
+    if wandb_log and not problem:
         try:
             import wandb
             wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
@@ -708,8 +719,7 @@ while True:
             val_loss += loss.detach()
         with torch.no_grad():
             for p, ghost in ghosts:
-                g = p.grad if use_fsdp else mean_over_ranks(p.grad)
-                ghost.copy_(g if loss_scale == 1 else g / loss_scale)
+                ghost.copy_((p.grad if use_fsdp else mean_over_ranks(p.grad)) / loss_scale)
                 p.grad = None
         model.train()
 

@@ -71,7 +71,7 @@ def read_full(path):
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'optimizer', 'model_args', 'iter_num'} - set(ckpt)
     except Exception as error:  # torch.load fails in many ways; its first line says what is wrong
-        raise ValueError(f'{path}: {str(error).splitlines()[0]}') from None
+        raise ValueError(f'{path}: torn, or not a checkpoint ({str(error).splitlines()[0]})') from None
     if missing:
         raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(sorted(missing))}')
     return ckpt

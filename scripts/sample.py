@@ -67,7 +67,11 @@ try:
     tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
     if start.startswith('FILE:'):
         start = Path(start[5:]).read_text(encoding='utf-8')
-    prompt = torch.tensor(tokenizer.encode(start), dtype=torch.long, device=device)
+    ids = tokenizer.encode(start)
+    if max(ids, default=0) >= checkpoint['model_args']['vocab_size']:
+        raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: it was '
+                         'trained on other tokens and does not say which')
+    prompt = torch.tensor(ids, dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(seed)
 except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
     fail(str(error).splitlines()[0])

@@ -11,6 +11,7 @@ from conftest import ROOT, ckpt_of, tree, write_dataset
 
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
+from scripts.export import export  # noqa: E402
 
 LINE = '---------------\n'
 
@@ -100,6 +101,13 @@ def test_broken_checkpoint(sample, tmp_path):
     for content in (b'', b'hello'):
         (tmp_path / 'out' / 'ckpt.pt').write_bytes(content)
         assert 'ckpt.pt' in sample(rc=2, cwd=tmp_path)
+
+
+def test_a_folder_that_does_not_say_its_tokens(sample, run, tmp_path):
+    """A model of characters in Hugging Face form is taken for one of GPT-2's tokens, which it can not be."""
+    export(str(run / 'out' / 'ckpt.pt'), str(tmp_path / 'hf'), 'hf')
+    line = sample(f'--init_from={tmp_path / "hf"}', '--start=hello', rc=2)
+    assert 'token ids' in line and 'hf' in line, line
 
 
 def test_padding_ids_are_never_drawn(fork, sample, tmp_path):

@@ -475,6 +475,22 @@ def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words):
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize('name', ['.metadata', '__0_0.distcp', 'state.json'])
+def test_resuming_from_a_torn_sharded_checkpoint(fork, tmp_path, name):
+    fork(tmp_path, '--out_dir=out', '--checkpoint_format=sharded', '--max_iters=2')
+    torn = tmp_path / 'out' / 'ckpt_dcp' / 'step_2' / name
+    torn.write_bytes(torn.read_bytes()[:40])
+    line = fork(tmp_path, '--out_dir=out', '--init_from=resume', '--max_iters=4', rc=2)
+    assert 'step_2' in line and 'torn' in line, line
+
+
+@pytest.mark.parametrize('out_dir', ['file', 'file/below'])
+def test_out_dir_that_can_not_be_made(fork, tmp_path, out_dir):
+    (tmp_path / 'file').write_text('mine')
+    assert 'out_dir=file' in fork(tmp_path, f'--out_dir={out_dir}', rc=2)
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
 class Evil:
     def __init__(self, path):
         self.path = path
