@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)     # ignored in a shell's background, also by children
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')      # read when triton is imported, by whichever test comes first
 
