@@ -1,8 +1,11 @@
 """A tiny dataset, and three ways to run train.py on it: as a user does, by torchrun, and by a quick fork."""
+import contextlib
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -24,7 +27,7 @@ TINY = ('--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch
 
 # Importing torch takes seconds, so one process does it once, and each job is a fork of it that becomes the script.
 SERVER = r'''
-import gc, json, os, runpy, signal, socket, sys, time, traceback, warnings
+import gc, json, os, runpy, signal, sys, time, traceback, warnings
 import numpy, torch, torch._dynamo, torch.distributed.checkpoint.state_dict, safetensors.torch
 import codecs, collections, concurrent.futures, ctypes.util, getpass, hmac, http.client, multiprocessing, tempfile
 import urllib.request, zipfile
@@ -32,9 +35,6 @@ job, child, replies = None, False, os.dup(1)
 gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = str(s.getsockname()[1])
     ranks = {}
     for rank in range(job['nproc'] or 1):
         if (pid := os.fork()) == 0:
@@ -63,7 +63,7 @@ if child:
     os.chdir(job['cwd'])
     os.environ.update(job['env'])
     if job['nproc']:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job['nproc']), MASTER_PORT=port,
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job['nproc']), MASTER_PORT=job['port'],
                           MASTER_ADDR='127.0.0.1')
     script, sys.argv = job['argv'][0], job['argv']
     sys.path[0], sys.pycache_prefix, sys.dont_write_bytecode = os.path.dirname(script), job['cache'], False
@@ -82,6 +82,19 @@ if child:
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)      # taking torch down orderly takes as long as the whole run
 '''
+
+
+_ports = itertools.cycle(range(20000, 30000))
+for _ in range(os.getpid() * 100 % 10000):      # test runs side by side
+    next(_ports)
+
+
+def free_port():
+    """A port nobody listens on, of those that no system gives to outgoing connections, each once: it stays free."""
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(('127.0.0.1', port))
+            return str(port)
 
 
 def tree(folder):
@@ -131,9 +144,10 @@ def fork(fork_server, tiny):
             (folder / name).unlink(missing_ok=True)
         argv = [script, *([f'--dataset={tiny}', *TINY] if tiny_args else []), *map(str, args)]
         there = tree(cwd)
-        server.stdin.write(json.dumps(dict(argv=argv, cwd=str(cwd), nproc=nproc, before=before, after=after, env=env,
-                                           patient=patient, stdout=stdout or str(folder / 'stdout'),
-                                           stderr=str(folder / 'stderr'), cache=str(folder / 'cache'), warn=warn)) + '\n')
+        server.stdin.write(json.dumps(dict(argv=argv, cwd=str(cwd), nproc=nproc, port=free_port(), before=before,
+                                           after=after, env=env, patient=patient, warn=warn,
+                                           stdout=stdout or str(folder / 'stdout'), stderr=str(folder / 'stderr'),
+                                           cache=str(folder / 'cache'))) + '\n')
         server.stdin.flush()
         codes = json.loads(server.stdout.readline())
         out, err = [(folder / n).read_text() if (folder / n).exists() else '' for n in ('stdout', 'stderr')]

@@ -5,7 +5,6 @@ import os
 import pickle
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import warnings
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from conftest import free_port
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
@@ -65,10 +65,7 @@ def fsdp_rank(rank, port, folder):
 def made(tmp_path_factory):
     """A run with two sharded steps of 2 ranks, and one with the same steps sampled; made once, not to be changed."""
     out = tmp_path_factory.mktemp('dumps')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    mp.start_processes(fsdp_rank, (port, str(out / 'run' / 'gradient_dumper')), nprocs=2, start_method='spawn')
+    mp.start_processes(fsdp_rank, (free_port(), str(out / 'run' / 'gradient_dumper')), nprocs=2, start_method='spawn')
     for step in (2, 10):
         folder = out / 'few' / 'gradient_dumper' / f'step{step}' / 'sampled'
         folder.mkdir(parents=True)

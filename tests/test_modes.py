@@ -4,14 +4,13 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import ENV, TINY, TRAIN, ckpt_of, log_of
+from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, log_of
 from modes_helper import (
     GHOST,
     MODES,
@@ -203,12 +202,6 @@ for port, watch, *more in {jobs!r}:
 @pytest.fixture(scope='session')
 def resumed():
     return {}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return str(s.getsockname()[1])
 
 
 def resume_all(fork, tiny, target, run, bare, factory, resumed):
