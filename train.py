@@ -169,6 +169,8 @@ for wrong, message in (
         (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)),
          f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)} or a folder'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
+        (decay_lr and min_lr > learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}: '
+         f'--min_lr={learning_rate / 10:g}, or --decay_lr=False'),
         (n_embd % n_head, f'n_embd={n_embd} is not divisible by n_head={n_head}'),
         (gradient_accumulation_steps % world_size,
          f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
@@ -215,7 +217,7 @@ for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dat
     recorded = meta.get('splits', {}).get(path.stem, {}).get('tokens', tokens)
     if rest or tokens != recorded:
         fail(f'{path} has {path.stat().st_size:,} bytes, not the {recorded:,} {itemtype.name} of its meta.json: '
-             f'run python data/{name}/prepare.py again')
+             f'prepare {path.parent} again')
     bins[split] = path, itemtype, tokens
 meta = metas['train']
 if use_ghost and metas['ghost'].get('tokenizer') != meta.get('tokenizer'):
@@ -273,7 +275,12 @@ if gpus:
     torch.cuda.set_device(device)
 if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
     auto = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
-    dist.init_process_group(auto if backend == 'auto' else backend, device_id=torch.device(device) if gpus else None)
+    # torchrun keeps its store over restarts, with the addresses of dead ranks in it: so each start has its own prefix;
+    # nodes count their restarts each for itself, so for several scripts/slurm.sh makes torchrun take a new store instead
+    start = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if os.environ.get('GROUP_WORLD_SIZE') == '1' else ''
+    store = dist.PrefixStore(f'start{start}', next(dist.rendezvous('env://'))[0])
+    dist.init_process_group(auto if backend == 'auto' else backend, store=store, rank=rank, world_size=world_size,
+                            device_id=torch.device(device) if gpus else None)
 out = Path(out_dir)
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 
@@ -318,7 +325,7 @@ try:
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
         elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
             raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
-                             'by --init_from=resume, or delete it by --overwrite=True')
+                             'by --init_from=auto, or delete it by --overwrite=True')
         elif state:         # pretrained
             positions = state['model_args']['block_size']
             if block_size > positions:
@@ -351,6 +358,8 @@ for split, (path, itemtype, tokens) in bins.items():
     if tokens <= block_size:
         fail(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
              'use more text or a smaller --block_size')
+    if split == 'ghost' and use_ghost and ghost_val_batch_size > tokens - block_size:
+        fail(f'ghost_val_batch_size={ghost_val_batch_size}: {path} has only {tokens - block_size:,} windows')
     ids = min(vocab_size, metas[split].get('vocab_size', vocab_size))       # not the ones that only pad the embedding
     if largest >= ids:
         fail(f'{path} has token id {largest}, the vocabulary only {ids} ids: wrong dataset?')
@@ -470,7 +479,7 @@ def mean_over_ranks(tensor):
 
 @torch.no_grad()
 def evaluate():
-    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows; all ranks participate."""
+    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows; None if a signal came."""
     model.eval()
     means = {}
     for split in ('train', 'val'):
@@ -481,6 +490,8 @@ def evaluate():
             with autocast:
                 loss = model(X, Y).mean()
             total += loss * (k < eval_iters)    # a rank without a batch left still takes part, for FSDP's sake
+            if mean_over_ranks(torch.full((), float(stop_signal), device=device)).item():
+                return None
         means[split] = mean_over_ranks(total).item() * world_size / eval_iters
     model.train()
     return means
@@ -662,6 +673,8 @@ def on_signal(number, frame):   # finish the step, save, exit; the same signal a
     global stop_signal
     stop_signal = number
     signal.signal(number, signal.SIG_DFL)
+    if master_process:
+        os.write(2, b'stopping after this step; the same signal again kills at once\n')    # print is not reentrant
 
 
 signal.signal(signal.SIGINT, on_signal)
@@ -684,8 +697,9 @@ while True:
 
     done, improved = iter_num >= max_iters, False
     evaluating = (iter_num % eval_interval == 0 or done or eval_only) and not stopping
-    if evaluating:
-        losses = evaluate()
+    if evaluating and (losses := evaluate()) is None:
+        stopping = True
+    elif evaluating:
         improved, best_val_loss = losses['val'] < best_val_loss, min(losses['val'], best_val_loss)
         say(f'step {iter_num}: train loss {losses["train"]:.4f}, val loss {losses["val"]:.4f}')
         log(dict(iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=losses['train'], val_loss=losses['val']))
@@ -810,7 +824,8 @@ finish_checkpoint()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
 if distributed:
+    dist.barrier()      # lets gloo's threads drop their last tensors: in an interpreter that is ending that would abort
     dist.destroy_process_group()
 if stopping:
-    say(f'stopped by a signal after {iter_num} steps; --init_from=resume goes on from there')
+    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
     sys.exit(128 + (stop_signal or signal.SIGTERM))

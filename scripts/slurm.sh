@@ -29,6 +29,7 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 cpus=${SLURM_CPUS_PER_TASK:-$gpus}
 export SRUN_CPUS_PER_TASK=$cpus                     # srun does not take sbatch's by itself
 export OMP_NUM_THREADS=$((cpus > gpus ? cpus / gpus : 1))
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1         # a restart must not meet the addresses of dead ranks
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270           # seconds torchrun gives its ranks to save; 30 would kill large ones
 
 # c10d: the torchruns meet at the first node and agree on ranks. When a rank dies, all start again from the last

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import ENV, TINY, TRAIN, ckpt_of, log_of
-from test_train import BARE, DROPOUT, KILL, POISON, at_step, nan_loss, same_run, same_weights
+from test_train import BARE, DROPOUT, KILL, POISON, at_step, in_evaluation, nan_loss, same_run, same_weights
 
 MICRO = '--batch_size=2', '--gradient_accumulation_steps=4'     # two micro-batches on each of two ranks
 
@@ -85,6 +85,13 @@ def test_killed_and_resumed_run_equals_an_unbroken_one(fork, tmp_path, order):
     assert done.codes == [143, 143] and ckpt_of(tmp_path / 'a')['iter_num'] == 12
     fork(tmp_path, '--out_dir=a', '--init_from=resume', *args, nproc=2)
     same_run(tmp_path / 'a', tmp_path / 'whole')
+
+
+@pytest.mark.parametrize('mode', [[], ['--use_fsdp=True']])
+def test_signal_to_one_rank_in_an_evaluation_ends_it_on_all(fork, tmp_path, mode):
+    done = fork(tmp_path, '--out_dir=a', *mode, nproc=2, rc=143, patient=True, before=on_rank_1(in_evaluation(4 + 1)))
+    assert done.codes == [143, 143] and ckpt_of(tmp_path / 'a')['iter_num'] == 10
+    assert list(log_of(tmp_path / 'a')[1]) == [0]
 
 
 def test_sigterm_to_torchrun_saves(fork, tiny, tmp_path):

@@ -58,6 +58,7 @@ def fsdp_rank(rank, port, folder):
         ids = torch.randint(0, 7, (8,), generator=torch.Generator().manual_seed(step))
         model(ids[4 * rank:4 * rank + 4]).backward()
         dcp.save({name: p.grad for name, p in model.named_parameters()}, checkpoint_id=f'{folder}/step{step}/sharded')
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -38,6 +38,21 @@ torch.nn.utils.clip_grad_norm_ = clip
 '''
 
 
+def in_evaluation(n, name='SIGTERM'):
+    """Code for fork(before=...): sends itself a signal in the n-th forward pass, from 0, of the run's evaluations."""
+    return f'''
+import os, signal
+import model
+passes, real_forward = [0], model.GPT.forward
+def forward(self, *args):
+    passes[0] += not self.training
+    if passes[0] == {n} + 1 and not self.training:
+        os.kill(os.getpid(), signal.{name})
+    return real_forward(self, *args)
+model.GPT.forward = forward
+'''
+
+
 KILL = 'os.kill(os.getpid(), signal.SIGKILL)'
 POISON = 'p.grad[0] = nan'
 
@@ -394,6 +409,18 @@ def test_signal_saves_at_the_next_step_boundary(fork, base, tmp_path, name):
     same_run(tmp_path / 'a', base / 'epoch')
 
 
+def test_signal_in_an_evaluation_does_not_wait_for_its_end(fork, base, tmp_path):
+    """In the first one there is nothing to save; the one at step 10 comes again when the run goes on."""
+    args = '--out_dir=a', DROPOUT, '--init_from=auto'
+    done = fork(tmp_path, *args, rc=130, before=in_evaluation(2, 'SIGINT'))
+    assert 'stopping after this step' in done.err and 'after 0 steps; --init_from=auto' in done.out
+    assert not (tmp_path / 'a' / 'ckpt.pt').exists() and 'val loss' not in done.out
+    done = fork(tmp_path, *args, rc=143, before=in_evaluation(6 + 4))
+    assert ckpt_of(tmp_path / 'a')['iter_num'] == 10 and list(log_of(tmp_path / 'a')[1]) == [0]
+    fork(tmp_path, *args)
+    same_run(tmp_path / 'a', base / 'random')
+
+
 def test_resuming_takes_the_shape_from_the_checkpoint(fork, copy_of, base, tiny):
     out = copy_of()
     fork(out.parent, f'--out_dir={out}', '--init_from=resume', f'--dataset={tiny}', '--device=cpu', '--batch_size=4',
@@ -516,7 +543,7 @@ def test_a_new_run_does_not_touch_an_old_one(fork, copy_of):
     out = copy_of()
     (out / 'notes.txt').write_text('mine')
     line = fork(out.parent, f'--out_dir={out}', rc=2)
-    assert all(word in line for word in (str(out), '--overwrite=True', '--init_from=resume')), line
+    assert all(word in line for word in (str(out), '--overwrite=True', '--init_from=auto')), line
     fork(out.parent, f'--out_dir={out}', '--overwrite=True', '--max_iters=3', '--eval_interval=1000')
     assert ckpt_of(out)['iter_num'] == 3 and list(log_of(out)[0]) == [0, 1, 2]
     assert (out / 'notes.txt').read_text() == 'mine'
