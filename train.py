@@ -335,7 +335,8 @@ try:
         else:
             vocab = meta.get('vocab_size', 50257)   # a large one is padded to a multiple of 64, which GPUs prefer
             vocab = vocab if vocab < 1024 else math.ceil(vocab / 64) * 64
-            state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': 'tanh'}}
+            gelu = 'tanh' if gpus else 'none'       # GPT-2's own; the exact form is a tenth quicker on a CPU
+            state = {'model_args': {**{k: config[k] for k in shape_names}, 'vocab_size': vocab, 'gelu': gelu}}
             torch.manual_seed(seed)
             state['model'] = GPT(GPTConfig(**state['model_args'])).state_dict()
 except (ValueError, OSError) as error:
