@@ -282,6 +282,34 @@ def same_training(run, bare, mode):
     return same(a, b)
 
 
+AT_SAVING = """
+import ctypes, psutil, torch.distributed.checkpoint.state_dict as sd
+ctypes.CDLL(None).mallopt(-3, 65536)    # M_MMAP_THRESHOLD: a tensor that is freed goes back to the system
+get, at_saving = sd.get_model_state_dict, []
+def recorded(*args, **kwargs):
+    at_saving.append(psutil.Process().memory_info().rss)
+    with open('/proc/self/clear_refs', 'w') as f:
+        f.write('5')        # the peak counts from here
+    return get(*args, **kwargs)
+sd.get_model_state_dict = recorded
+"""
+GREW = """
+with open('/proc/self/status') as f:
+    peak = next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM'))
+print('GREW', g['rank'], peak - at_saving[0], flush=True)
+"""
+
+
+@pytest.mark.skipif(not os.access('/proc/self/clear_refs', os.W_OK), reason='needs /proc')
+def test_gathering_takes_one_copy_of_host_memory(fork, tmp_path):
+    """While FSDP saves one file, rank 0 takes as much memory as the file has bytes, and the other rank none of it."""
+    args = '--n_embd=512', '--n_layer=4', '--max_iters=1', '--gradient_accumulation_steps=2', *QUICK
+    out = launch(fork, tmp_path, 'fsdp2', *args, before=AT_SAVING, after=GREW).out
+    size = os.path.getsize(tmp_path / 'out' / 'ckpt.pt')
+    grew = [int(re.search(rf'GREW {rank} (\d+)', out)[1]) / size for rank in (0, 1)]
+    assert 0.9 < grew[0] < 1.15 and grew[1] < 0.1
+
+
 @pytest.mark.parametrize('mode', MODES)
 def test_one_file_looks_the_same_from_every_mode(run, bare, mode):
     def shape(x):
