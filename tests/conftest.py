@@ -19,7 +19,8 @@ if not torch.cuda.is_available():
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, 'train.py')
-ENV = {**{k: v for k, v in os.environ.items() if not k.startswith(('WANDB', 'TORCH_'))}, 'OMP_NUM_THREADS': '1',
+UNSET = 'WANDB', 'TORCH_', 'PYTHONUNBUFFERED'       # unbuffered, two ranks' lines would mix
+ENV = {**{k: v for k, v in os.environ.items() if not k.startswith(UNSET)}, 'OMP_NUM_THREADS': '1',
        'PYTHONDONTWRITEBYTECODE': '1', 'CUDA_VISIBLE_DEVICES': '', 'OBJC_DISABLE_INITIALIZE_FORK_SAFETY': 'YES'}
 TINY = ('--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch_size=4 '
         '--gradient_accumulation_steps=2 --max_iters=20 --warmup_iters=4 --lr_decay_iters=20 '
