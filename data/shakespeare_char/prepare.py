@@ -1,13 +1,12 @@
 """Tiny Shakespeare, one token per character: train.bin, val.bin and meta.json in this folder.
 
-python data/shakespeare_char/prepare.py [--input FILE] [--out_dir FOLDER]
+python data/shakespeare_char/prepare.py [--input FILE] [--out_dir FOLDER] [--overwrite]
 """
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import shakespeare, write_shakespeare
+from tokenbins import shakespeare
 
 if __name__ == "__main__":
-    text, source, out_dir = shakespeare(__file__, __doc__)
-    write_shakespeare(text, {"type": "char", "itos": sorted(set(text))}, source, out_dir)
+    shakespeare(__file__, __doc__, lambda text: {"type": "char", "itos": sorted(set(text))})
