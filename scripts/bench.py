@@ -459,10 +459,13 @@ if args.child:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os._exit(0)     # threads of the process group may still wait
-if args.batch_sizes:
-    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
-    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')
 if args.json:
     device = torch.cuda.get_device_name() if on_gpu else 'cpu'
     figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
-    Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
+    try:
+        Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
+    except OSError as error:
+        fail(f'{args.json}: {error.strerror}')
+if args.batch_sizes:
+    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
+    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')
