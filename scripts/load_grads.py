@@ -162,9 +162,10 @@ def why(error):
     """What an error says without the path: the system's words, also where torch has put an error of its own around."""
     if failures := getattr(error, 'failures', None):  # torch.distributed.checkpoint's, by rank
         error = next(iter(failures.values()))[0]
-    while error.__context__ and not isinstance(error, OSError):
-        error = error.__context__
-    return getattr(error, 'strerror', None) or str(error)
+    inner = error
+    while inner and not isinstance(inner, OSError):
+        inner = inner.__context__
+    return getattr(inner, 'strerror', None) or str(error)
 
 
 def obstacle(path, new):

@@ -278,6 +278,8 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     folder = dst / 'ckpt_dcp' / 'step_7'
     (folder / '__0_0.distcp').write_bytes((folder / '__0_0.distcp').read_bytes()[:2000])
     assert '__0_0.distcp' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
+    (folder / 'state.json').write_text('{"iter_num": ')
+    assert 'state.json: missing or torn (Expecting value' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
     (folder / 'state.json').unlink()
-    assert 'state.json' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
+    assert export(folder, tmp_path / 'x.pt', '--to=full', rc=1).count('state.json') == 1
     assert not (tmp_path / 'x.pt').exists()
