@@ -9,7 +9,8 @@ the best micro-batch  python scripts/bench.py --batch_sizes=12,32,60,120 config/
 the loader alone      python scripts/bench.py --data
 
 Modes: plain, ddp, fsdp, and each with +ghost; ghost alone is plain+ghost. All else goes to train.py.
-Without --dataset the tokens are random: the time is the same, the loss means nothing.
+Without --dataset the tokens are those of the config files' dataset if that is prepared; if not, random ones of GPT-2's
+vocabulary: for a model with that vocabulary the time is the same, and the loss means nothing.
 
 micro   ms of one micro-batch, forward and backward; with few samples, what the host takes to launch it
 step    ms of one whole step: micro-batches, their data, the validation pass of ghost, clipping, optimizer
@@ -48,6 +49,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))       # for what train.py imports
+from configurator import configure
+from printing import printing
 FLAGS = {'plain': [], 'ddp': [], 'fsdp': ['--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
 FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',
           '--max_iters=1000000000', '--log_interval=1000000000', '--wandb_log=False', '--eval_only=False']
@@ -328,6 +331,20 @@ def load(settings, folder):
     return rows
 
 
+def is_prepared(settings):
+    """Whether the dataset that train.py takes with these settings is there; if not, stderr says what comes instead."""
+    space = {'__file__': str(ROOT / 'train.py')}
+    text = (ROOT / 'train.py').read_text(encoding='utf-8')
+    exec(text[:text.index('\nconfig, given =')], space)      # the defaults
+    configure(space, settings)
+    name = space['dataset']
+    folder = ROOT / 'data' / name if (ROOT / 'data' / name).is_dir() else Path(name)
+    there = all((folder / f'{split}.bin').is_file() for split in ('train', 'val'))
+    if not there:
+        print(f"bench.py: dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead", file=sys.stderr)
+    return there
+
+
 # ---- what to run -----------------------------------------------------------------------------------------------------
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                  allow_abbrev=False)
@@ -347,8 +364,9 @@ for mode in modes:
     base, *extra = mode.split('+')
     if base not in ('plain', 'ddp', 'fsdp') or extra not in ([], ['ghost']):
         fail(f'--modes: {mode!r} is none of plain, ddp, fsdp, ghost, ddp+ghost, fsdp+ghost')
-if args.steps < 1:
-    fail(f'--steps={args.steps}: must be at least 1')
+for name in 'steps', 'nproc', 'samples':
+    if vars(args)[name] < 1:
+        fail(f'--{name}={vars(args)[name]}: must be at least 1')
 if args.peer and 'plain' not in modes:
     fail('--peer runs on the batches of plain: name plain among the --modes')
 if args.peer and not Path(args.peer, 'model.py').is_file():
@@ -362,7 +380,10 @@ if args.data and args.batch_sizes:
 if bad := [b for b in sizes if b is not None and (b < 1 or args.samples % b)]:
     fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {bad[0]}')
 for path in filter(None, (args.profile, args.json and Path(args.json).resolve().parent)):
-    Path(path).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f'{path}: {error.strerror}')
 on_gpu = torch.cuda.is_available() and not any(s.startswith(('--device=cpu', '--device=mps')) for s in settings)
 card = next((s[14:] for s in settings if s.startswith('--device=cuda:')), os.environ.get('LOCAL_RANK', 0))
 card = f'cuda:{card}'
@@ -375,8 +396,9 @@ register_optimizer_step_pre_hook(before_update)
 register_optimizer_step_post_hook(after_update)
 
 rows = []
-with tempfile.TemporaryDirectory() as folder:
-    if not any(s.startswith('--dataset=') for s in settings) and not args.child:
+with printing(), tempfile.TemporaryDirectory() as folder:
+    own = args.child or any(s.startswith('--dataset=') for s in settings)
+    if not own and (args.data or not is_prepared(settings)):
         if args.data:
             for name, size in ('train.bin', 20 * 10**9), ('val.bin', 2**20):
                 try:
@@ -437,10 +459,13 @@ if args.child:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os._exit(0)     # threads of the process group may still wait
-if args.batch_sizes:
-    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
-    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')
 if args.json:
     device = torch.cuda.get_device_name() if on_gpu else 'cpu'
     figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
-    Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
+    try:
+        Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
+    except OSError as error:
+        fail(f'{args.json}: {error.strerror}')
+if args.batch_sizes:
+    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
+    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from data.tokenbins import get_tokenizer, load_meta, write_file
+from printing import printing
 
 
 def fail(message, code=1):
@@ -45,7 +46,8 @@ def read_ghost(out_dir):
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
                 parts.append({name: file.get_tensor(name) for name in names})
         except (SafetensorError, OSError) as error:
-            raise ValueError(f'{path}: torn or not of train.py ({error}); moved away, the others can be read') from None
+            raise ValueError(f'{path}: torn or not of train.py ({error}); '
+                             'move it away and the others can be read') from None
         if parts[-1]['offset'].shape[1:] != parts[0]['offset'].shape[1:]:
             raise ValueError(f'{path}: {parts[-1]["offset"].shape[1]} samples a step, in {paths[0].name} '
                              f'{parts[0]["offset"].shape[1]}: not of one run')
@@ -134,9 +136,10 @@ def main():
     dirs = [arg for arg in sys.argv[1:] if not arg.startswith('-')]
     options = dict(arg[2:].split('=', 1) for arg in sys.argv[1:] if arg.startswith('--') and '=' in arg)
     top = options.get('top', '10')
-    bad = set(options) - {'out', 'top'} or not top.isdecimal()
+    bad = set(options) - {'out', 'top'} or not (top.isdecimal() and int(top))
     if bad or len(dirs) != 1 or len(dirs) + len(options) != len(sys.argv) - 1:
-        fail(f'{" ".join(sys.argv[1:]) or "no OUT_DIR"}: usage: data_value.py OUT_DIR [--out=FOLDER] [--top=N]', 2)
+        given = ' '.join(sys.argv[1:]) or 'no OUT_DIR'
+        fail(f'{given}: usage: data_value.py OUT_DIR [--out=FOLDER] [--top=N]; N > 0', 2)
     out_dir = Path(dirs[0])
     out, top = Path(options.get('out') or out_dir / 'data_value'), int(top)
     try:
@@ -170,29 +173,12 @@ def main():
     kept = [d for d in range(len(names)) if (domain == d).any()]
 
     steps, order = rows['iter'], np.argsort(-value, kind='stable')
-    gap = int(np.diff(steps).min()) if len(steps) > 1 else 1
-    total, gained = rows['value'].sum(), rows['val_loss'][0] - rows['val_loss'][-1]
-    print(f'{len(steps):,} scored steps, {steps[0]} to {steps[-1]}' + (f' (every {gap}th)' if gap > 1 else '')
-          + f', {rows["offset"].size:,} samples, {len(offset):,} windows of {block_size} tokens')
-    print(f'sum of values {total:.4g} nats/token; '
-          f'the validation loss fell by {gained:.4g} between the first and the last of these steps')
-    print(f'windows of negative value: {np.mean(value < 0):.1%}; half of the sum was reached at step '
-          f'{steps[np.argmax(np.cumsum(rows["value"].sum(1)) >= total / 2)]}\n')
     table = [[names[d], int((domain == d).sum()), int(seen[domain == d].sum()), float(value[domain == d].sum()),
               float(value[domain == d].sum() / seen[domain == d].sum())] for d in kept]
-    print(f'{"domain":<24} {"windows":>10} {"visits":>10} {"value":>12} {"per visit":>12}')
-    for row in sorted(table, key=lambda row: -row[4]):
-        print('{:<24} {:>10,} {:>10,} {:>12.4g} {:>12.4g}'.format(*row))
-    for title, some in (('best', order[:top]), ('worst', order[::-1][:top])):
-        print(f'\n{title:<5} {"offset":>14} {"value":>11} {"visits":>7} {"loss":>7}')
-        for rank, i in enumerate(some, 1):
-            words = repr(text(offset[i])[:90])[1:-1]
-            print(f'{rank:>5} {offset[i]:>14,} {value[i]:>11.3g} {seen[i]:>7,} {loss[i]:>7.3f}  {words}')
-
     lines = [(int(offset[i]), float(value[i]), int(seen[i]), float(loss[i]), names[domain[i]]) for i in order]
     head = ('offset', 'value', 'visits', 'loss', 'domain')
     domain_head = ('domain', 'windows', 'visits', 'value', 'value_per_visit')
-    try:
+    try:    # before anything is printed: whoever reads that may go away, as head does
         for name, content in (('windows.csv', [head, *lines]), ('domains.csv', [domain_head, *table])):
             buffer = io.StringIO(newline='')
             csv.writer(buffer, lineterminator='\n').writerows(content)
@@ -202,8 +188,26 @@ def main():
         draw(out / 'data_value.png', rows, value, [names[d] for d in kept], [of_step[d] for d in kept])
     except OSError as error:
         fail(f'{error.filename or out}: {error.strerror}')
+
+    gap = int(np.diff(steps).min()) if len(steps) > 1 else 1
+    total, gained = rows['value'].sum(), rows['val_loss'][0] - rows['val_loss'][-1]
+    print(f'{len(steps):,} scored steps, {steps[0]} to {steps[-1]}' + (f' (every {gap}th)' if gap > 1 else '')
+          + f', {rows["offset"].size:,} samples, {len(offset):,} windows of {block_size} tokens')
+    print(f'sum of values {total:.4g} nats/token; '
+          f'the validation loss fell by {gained:.4g} between the first and the last of these steps')
+    print(f'windows of negative value: {np.mean(value < 0):.1%}; half of the sum was reached at step '
+          f'{steps[np.argmax(np.cumsum(rows["value"].sum(1)) >= total / 2)]}\n')
+    print(f'{"domain":<24} {"windows":>10} {"visits":>10} {"value":>12} {"per visit":>12}')
+    for row in sorted(table, key=lambda row: -row[4]):
+        print('{:<24} {:>10,} {:>10,} {:>12.4g} {:>12.4g}'.format(*row))
+    for title, some in (('best', order[:top]), ('worst', order[::-1][:top])):
+        print(f'\n{title:<5} {"offset":>14} {"value":>11} {"visits":>7} {"loss":>7}')
+        for rank, i in enumerate(some, 1):
+            words = repr(text(offset[i])[:90])[1:-1]
+            print(f'{rank:>5} {offset[i]:>14,} {value[i]:>11.3g} {seen[i]:>7,} {loss[i]:>7.3f}  {words}')
     print(f'\nwrote windows.csv, windows.jsonl, domains.csv and, where it could be drawn, data_value.png into {out}')
 
 
 if __name__ == '__main__':
-    main()
+    with printing():
+        main()

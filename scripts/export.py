@@ -17,13 +17,17 @@ import re
 import shutil
 import sys
 import warnings
+import zipfile
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
-from load_grads import load_keys  # noqa: E402
+from load_grads import load_keys, why  # noqa: E402
 from model import GPT, OPENAI, TRANSPOSED, GPTConfig, load_hf  # noqa: E402
 
 USAGE = 'usage: python scripts/export.py SRC DST --to=full|sharded|hf (--help tells more)'
@@ -68,6 +72,13 @@ def read_checkpoint(src):
 def read_full(path):
     """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
     try:
+        with open(path, 'rb') as file:  # torch.save's are zip files, whose directory comes last
+            problem = '' if zipfile.is_zipfile(file) else 'torn, or not a checkpoint'
+    except OSError as error:
+        problem = error.strerror
+    if problem:
+        raise ValueError(f'{path}: {problem}')
+    try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'optimizer', 'model_args', 'iter_num'} - set(ckpt)
     except Exception as error:  # torch.load fails in many ways; its first line says what is wrong
@@ -84,7 +95,7 @@ def read_sharded(folder):
             ckpt = json.load(file)
         groups = [{**g, 'betas': tuple(g['betas'])} for g in ckpt.pop('param_groups')]  # JSON has no tuple
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f'{folder}/state.json: missing or torn ({error})') from None
+        raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from None
     ckpt.update(model={}, optimizer={'state': {}, 'param_groups': groups})
     for key, tensor in load_keys(folder):
         part, _, name = key.partition('.')
@@ -203,15 +214,24 @@ def export(src, dst, to):
         path = os.path.join(dst, 'ckpt_dcp', f'step_{ckpt["iter_num"]}') if to == 'sharded' else dst
     if os.path.isfile(path) or os.path.isdir(path) and os.listdir(path):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    if to == 'full':
-        write_full(ckpt, path)
-    else:
-        write_folder(ckpt, path, write_sharded if to == 'sharded' else write_hf)
+    missing = [folder for folder in Path(path).absolute().parents if not os.path.exists(folder)]  # the innermost first
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if to == 'full':
+            write_full(ckpt, path)
+        else:
+            write_folder(ckpt, path, write_sharded if to == 'sharded' else write_hf)
+    except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
+        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
+    finally:
+        for folder in missing:
+            with suppress(OSError):  # not empty: nothing has failed
+                os.rmdir(folder)
     return path
 
 
 if __name__ == '__main__':
+    from printing import printing
     if '-h' in sys.argv or '--help' in sys.argv:
         print(__doc__.strip())
         sys.exit(0)
@@ -221,7 +241,8 @@ if __name__ == '__main__':
         print(f'export.py: not understood: {" ".join(sys.argv[1:]) or "no arguments"}; {USAGE}', file=sys.stderr)
         sys.exit(2)
     try:
-        print(f'wrote {export(*paths, options[0][5:])}')
-    except (ValueError, OSError) as error:
+        with printing():
+            print(f'wrote {export(*paths, options[0][5:])}')
+    except ValueError as error:
         print(' '.join(f'export.py: {error}'.split()), file=sys.stderr)
         sys.exit(1)

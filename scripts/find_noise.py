@@ -20,6 +20,7 @@ import numpy as np
 
 from data_value import ROOT, by_window, read_ghost
 from data.tokenbins import load_meta, write_file
+from printing import printing
 
 BLOCK, WINDOWS, STEPS, SEED = 128, 500, 500, 0
 SETTINGS = dict(device='cpu', compile=False, use_ghost=True, ghost_val_batch_size=32, ghost_save_interval=50,
@@ -139,4 +140,5 @@ def run(command, quiet=False):
 
 
 if __name__ == '__main__':
-    main()
+    with printing():
+        main()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from printing import printing
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
 from tokenbins import get_tokenizer, load_meta
@@ -30,6 +32,8 @@ def main():
     parser.add_argument("name", help="a folder in data/, or a path")
     parser.add_argument("--top", type=int, default=10, help="how many of the most frequent tokens to list")
     args = parser.parse_args()
+    if args.top < 1:
+        parser.error(f"--top={args.top}: must be at least 1")
     folder = next((f for f in (ROOT / "data" / args.name, Path(args.name)) if f.is_dir()), None)
     if folder is None:
         has = sorted(p.parent.name for p in (ROOT / "data").glob("*/train.bin"))
@@ -122,4 +126,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with printing():
+        main()

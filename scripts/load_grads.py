@@ -5,7 +5,7 @@ python scripts/load_grads.py list STEP                          names, shapes an
 python scripts/load_grads.py norms STEP                         gradient norms, the largest first
 python scripts/load_grads.py compare STEP STEP                  cosine and norm ratio of each parameter in two steps
 python scripts/load_grads.py follow RUN NAME [NAME ...]         parameters over all steps
-python scripts/load_grads.py export STEP FILE.safetensors [NAME ...]   all parameters, or those named, in one file
+python scripts/load_grads.py export STEP FILE.safetensors [NAME ...]   all parameters, or those named, in one new file
 python scripts/load_grads.py plot RUN FILE.png                  norms by layer over the steps
 """
 import difflib
@@ -82,11 +82,10 @@ def get_checkpoint_metadata(dir):
     return metadata.Metadata(tensors, storage_data=files)
 
 
-def load_keys(dir, names=None):
-    """Yield (name, gradient) for each of `names` (None: all), one tensor in memory at a time, on CPU, dtype as saved.
+def find_keys(dir, names=None):
+    """(folder, Metadata, {name: its TensorStorageMetadata} for each of `names`, None: all) of a dump; reads no tensor.
 
-    `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
-    Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
+    Raises ValueError (one line) for an unknown name.
     """
     folder, meta = find_dump(dir), get_checkpoint_metadata(dir)
     known = {k: v for k, v in meta.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)}
@@ -95,7 +94,17 @@ def load_keys(dir, names=None):
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)
             raise ValueError(f'{folder}: no tensor {name!r}; nearest name: {"".join(near)}')
-    for name in names:
+    return folder, meta, {name: known[name] for name in names}
+
+
+def load_keys(dir, names=None):
+    """Yield (name, gradient) for each of `names` (None: all), one tensor in memory at a time, on CPU, dtype as saved.
+
+    `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
+    Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
+    """
+    folder, meta, known = find_keys(dir, names)
+    for name in known:
         if isinstance(meta.storage_data.get(name), str):
             with open_sampled(os.path.join(folder, meta.storage_data[name])) as file:
                 yield name, file.get_tensor('gradient')
@@ -149,14 +158,37 @@ def cosine(a, b):
     return torch.dot(a.flatten().double(), b.flatten().double()).item() / (norm(a) * norm(b) or math.nan)
 
 
+def why(error):
+    """What an error says without the path: the system's words, also where torch has put an error of its own around."""
+    if failures := getattr(error, 'failures', None):  # torch.distributed.checkpoint's, by rank
+        error = next(iter(failures.values()))[0]
+    inner = error
+    while inner and not isinstance(inner, OSError):
+        inner = inner.__context__
+    return getattr(inner, 'strerror', None) or str(error)
+
+
+def obstacle(path, new):
+    """Why no file can be put at `path`, one line, or None; if it is to be new, an existing one is in the way too."""
+    if os.path.isdir(path) or new and os.path.exists(path):
+        return f'{path}: exists; choose another FILE or move it away'
+    try:
+        open(f'{path}.{os.getpid()}.tmp', 'wb').close()
+        os.remove(f'{path}.{os.getpid()}.tmp')
+    except OSError as error:
+        return f'{path}: cannot be written: {error.strerror}'
+
+
 def replace_file(path, write):
-    """write(temporary path), then give it its name: the file appears whole or not at all."""
+    """write(temporary path), then give it its name: the file appears whole or not at all. ValueError if it cannot."""
     temporary = f'{path}.{os.getpid()}.tmp'
     try:
         write(temporary)
         with open(temporary, 'rb+') as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
@@ -196,8 +228,6 @@ def plot(run, path):
 
 def run(command, args):
     """Carry out one command of the module's docstring; ValueError with one line where it cannot be done."""
-    if command in ('export', 'plot') and not os.path.isdir(os.path.dirname(os.path.abspath(args[1]))):
-        raise ValueError(f'{args[1]}: its folder does not exist')
     if command == 'list':
         tensors = get_checkpoint_metadata(args[0]).state_dict_metadata
         width = max(map(len, tensors))
@@ -210,17 +240,20 @@ def run(command, args):
             print(f'{value:12.6e}  {name}')
         print(f'{math.hypot(*norms.values()):12.6e}  all')
     elif command == 'compare':
-        common = set(get_checkpoint_metadata(args[1]).state_dict_metadata)
-        names = [name for name in get_checkpoint_metadata(args[0]).state_dict_metadata if name in common]
+        first, second = (find_keys(step)[2] for step in args)
+        names = [name for name in first if name in second]
         if not names:
             raise ValueError(f'{args[0]} and {args[1]} have no parameter in common')
+        for name in names:
+            if (a := tuple(first[name].size)) != (b := tuple(second[name].size)):
+                raise ValueError(f'{name}: shapes {a} and {b} cannot be compared')
         print('  cosine  norm ratio  parameter (norm of the second / norm of the first)')
         for (name, a), (_, b) in zip(load_keys(args[0], names), load_keys(args[1], names)):
-            if a.shape != b.shape:
-                raise ValueError(f'{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared')
             print(f'{cosine(a, b):+.5f}  {norm(b) / (norm(a) or math.nan):10.5g}  {name}')
     elif command == 'follow':
         steps = find_steps(args[0])
+        for folder in steps.values():
+            find_keys(folder, args[1:])  # a wrong name is told before anything is printed
         for name in args[1:]:
             print(f'{name}\n    step          norm  cosine with the step before')
             before = None
@@ -237,18 +270,24 @@ def run(command, args):
 
 
 if __name__ == '__main__':
+    from printing import printing
     command, *args = sys.argv[1:] or ['']
     if command in ('-h', '--help'):
         print(__doc__.strip())
         sys.exit(0)
     least, most = COMMANDS.get(command, (1, 0))
+    problem = None
     if not least <= len(args) <= most:
-        problem = 'wrong number of arguments for' if command in COMMANDS else 'unknown command'
-        print(f'load_grads.py: {problem} {command!r}; commands: {", ".join(COMMANDS)} (--help shows their arguments)',
-              file=sys.stderr)
+        problem = f'{"wrong number of arguments for" if command in COMMANDS else "unknown command"} {command!r}; ' \
+                  f'commands: {", ".join(COMMANDS)} (--help shows their arguments)'
+    elif command in ('export', 'plot'):
+        problem = obstacle(args[1], new=command == 'export')
+    if problem:
+        print(f'load_grads.py: {problem}', file=sys.stderr)
         sys.exit(2)
     try:
-        run(command, args)
-    except (ValueError, OSError) as error:
+        with printing():
+            run(command, args)
+    except ValueError as error:
         print(' '.join(f'load_grads.py: {error}'.split()), file=sys.stderr)
         sys.exit(1)

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 
+from printing import printing
+
 PANELS = [('loss', 'loss (nats/token); points: val'), ('lr', 'learning rate'),
           ('grad_norm', 'gradient norm before clipping'), ('tokens_per_s', 'tokens/s')]
 
@@ -87,4 +89,5 @@ if __name__ == '__main__':
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
-    print(f'wrote {out}')
+    with printing():
+        print(f'wrote {out}')

@@ -16,6 +16,7 @@ from configurator import configure
 from data.tokenbins import get_tokenizer, load_meta
 from export import read_checkpoint
 from model import GPT, GPTConfig
+from printing import printing
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
 out_dir = 'out'             # a run of train.py: its best.pt, or its newest checkpoint; or a .pt file
@@ -69,8 +70,8 @@ try:
         start = Path(start[5:]).read_text(encoding='utf-8')
     ids = tokenizer.encode(start)
     if max(ids, default=0) >= checkpoint['model_args']['vocab_size']:
-        raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: it was '
-                         'trained on other tokens and does not say which')
+        raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: '
+                         'it was trained on other tokens and does not say which')
     prompt = torch.tensor(ids, dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(seed)
 except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
@@ -81,9 +82,11 @@ if compile:
     model.compile(dynamic=True)
 
 autocast = nullcontext() if dtype == 'float32' else torch.autocast(torch.device(device).type, getattr(torch, dtype))
-for _ in range(num_samples):
-    with autocast:
-        tokens = model.generate(prompt[None], max_new_tokens, temperature, top_k or None, top_p if top_p < 1 else None,
-                                vocab_size=tokenizer.vocab_size, bos=tokenizer.eot or 0, generator=generator)
-    print(tokenizer.decode(tokens[0].tolist()))
-    print('---------------')
+with printing():
+    for _ in range(num_samples):
+        with autocast:
+            tokens = model.generate(prompt[None], max_new_tokens, temperature, top_k or None,
+                                    top_p if top_p < 1 else None, vocab_size=tokenizer.vocab_size,
+                                    bos=tokenizer.eot or 0, generator=generator)
+        print(tokenizer.decode(tokens[0].tolist()))
+        print('---------------')

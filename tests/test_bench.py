@@ -103,11 +103,25 @@ import numpy as np; print([space["train_offsets"](step, np.arange(12)).tolist() 
 
 @pytest.mark.parametrize('args, words', [
     (['--modes=plain,dpp'], ['dpp', 'ddp']), (['--peer=nowhere'], ['model.py', 'nowhere']), (['--steps=0'], ['steps']),
+    (['--nproc=0'], ['nproc=0']), (['--samples=-1'], ['samples=-1']),
     (['--modes=ghost', '--peer=.'], ['plain']), (['--batch_sizes=7'], ['480', '7']),
     (['--batch_sizes=a'], ['batch_sizes'])])
 def test_bad_arguments_end_in_one_line(fork, tmp_path, args, words):
     line = fork(tmp_path, *args, rc=2, script=BENCH, tiny_args=False)
     assert all(word in line for word in words)
+
+
+@pytest.mark.parametrize('prepared', [True, False])
+def test_tokens_are_of_the_dataset_that_a_config_file_names(tiny, tmp_path, prepared):
+    (tmp_path / 'model.py').write_text(PEER)
+    (tmp_path / 'config.py').write_text(f'dataset = {str(tiny) if prepared else "not-here"!r}\n')
+    run = subprocess.run([sys.executable, BENCH, *TINY, '--steps=1', '--peer=.', 'config.py'], capture_output=True,
+                         text=True, cwd=tmp_path, env=ENV, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert ('not-here is not prepared' in run.stderr) != prepared, run.stderr
+    ids = {i for line in (tmp_path / 'seen.txt').read_text().splitlines() for i in json.loads(line)}
+    vocab_size = json.loads((tiny / 'meta.json').read_text())['vocab_size']
+    assert vocab_size < 100 and (max(ids) < vocab_size) == prepared
 
 
 def test_what_train_refuses_ends_in_its_line(tmp_path):

@@ -705,9 +705,9 @@ def dataset(tmp_path):
     return tmp_path / "out"
 
 
-def inspect(folder, code=0):
+def inspect(folder, code=0, env=None):
     done = subprocess.run([sys.executable, "-W", "error", ROOT / "scripts" / "inspect_data.py", folder],
-                          capture_output=True, encoding="utf-8", timeout=60)
+                          capture_output=True, encoding="utf-8", timeout=60, env={**os.environ, **(env or {})})
     assert done.returncode == code and not done.stderr, done.stdout + done.stderr
     return done.stdout
 
@@ -748,13 +748,22 @@ def test_inspect_a_folder_of_nanogpt(tmp_path):
     ids = np.array([0, 1, 2, 1] * 50, np.uint16)
     for split in ("train", "val"):
         ids.tofile(tmp_path / f"{split}.bin")
-    table = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "c"}, "stoi": {"a": 0, "b": 1, "c": 2}}
+    table = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "\u00e7"}, "stoi": {"a": 0, "b": 1, "\u00e7": 2}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(table))
     said = inspect(tmp_path)
-    assert "abcbabcb" in said and "OK" in said
+    assert "ab\u00e7bab\u00e7b" in said and "OK" in said
+    assert inspect(tmp_path, env={"PYTHONIOENCODING": "ascii"}) == said.replace("\u00e7", "\\xe7")
+    r, w = os.pipe()
+    os.close(r)  # a reader that has gone
+    with open(w, "w") as pipe:
+        done = subprocess.run([sys.executable, ROOT / "scripts" / "inspect_data.py", tmp_path], stdout=pipe,
+                              stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (1, b"")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(print))
     assert "builtins.print" in inspect(tmp_path, code=1)
 
 
 def test_inspect_of_nothing_is_one_line(tmp_path):
     assert "no folder" in run("scripts/inspect_data.py", "no-such-dataset", code=2)
+    for top in 0, -1:
+        assert f"--top={top}" in run("scripts/inspect_data.py", tmp_path, f"--top={top}", code=2)

@@ -2,6 +2,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,11 +115,27 @@ def test_a_step_in_two_files_counts_once(tmp_path):
     assert {int(o): int(row['visits']) for o, row in read(run / 'data_value')[0].items()} == VISITS
 
 
+def test_any_stdout_will_do(tmp_path):
+    run = make_run(tmp_path)
+    meta = json.loads((tmp_path / 'data' / 'meta.json').read_text())
+    meta['domains'][0]['name'] = 'l\u00e9ttres'
+    (tmp_path / 'data' / 'meta.json').write_text(json.dumps(meta))
+    assert 'l\\xe9ttres ' in data_value(run, env={'PYTHONIOENCODING': 'ascii'}).stdout
+    shutil.rmtree(run / 'data_value')
+    r, w = os.pipe()
+    os.close(r)     # a reader that has gone
+    with open(w, 'w') as pipe:
+        done = subprocess.run([sys.executable, ROOT / 'scripts' / 'data_value.py', run, '--top=1000'], stdout=pipe,
+                              stderr=subprocess.PIPE, env={**os.environ, 'PYTHONUNBUFFERED': '1'})
+    assert (done.returncode, done.stderr) == (1, b'') and len(read(run / 'data_value')[2]) == 3
+
+
 def test_errors_are_one_line(tmp_path):
     run = make_run(tmp_path)
     files = sorted((run / 'grad_dotprods').iterdir())
     assert 'OUT_DIR' in data_value(rc=2).stderr and '--topp=3' in data_value(run, '--topp=3', rc=2).stderr
-    assert 'usage' in data_value(run, '--top=x', rc=2).stderr and 'usage' in data_value(run, run, rc=2).stderr
+    assert all('usage' in data_value(run, f'--top={top}', rc=2).stderr for top in ('x', 0, -1))
+    assert 'usage' in data_value(run, run, rc=2).stderr
     (tmp_path / 'file').write_text('')
     assert '--out=' in data_value(run, f'--out={tmp_path / "file"}', rc=2).stderr
     config = (run / 'config.json').read_text()
@@ -127,7 +144,7 @@ def test_errors_are_one_line(tmp_path):
     (run / 'config.json').write_text(config)
     content = files[1].read_bytes()
     files[1].write_bytes(content[:-5])
-    assert files[1].name in data_value(run, rc=1).stderr
+    assert files[1].name in (line := data_value(run, rc=1).stderr) and 'move it away' in line
     other = load_file(files[0])
     save_file({k: v[:1, :1].copy() if v.ndim > 1 else v[:1] for k, v in other.items()}, files[1])
     assert 'not of one run' in data_value(run, rc=1).stderr

@@ -87,6 +87,18 @@ def export(*args, rc=0):
     return err if rc else out
 
 
+@contextlib.contextmanager
+def full_disk(size):
+    """No file grows beyond so many bytes: to whoever writes, a full disk."""
+    resource = pytest.importorskip('resource')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def files(folder):
     return sorted(os.path.relpath(os.path.join(d, f), folder) for d, _, names in os.walk(folder) for f in names)
 
@@ -233,7 +245,7 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     for args in ([], [src, dst], [src, dst, '--to=gguf'],
                  [src, '--to=hf'], [src, dst, dst, '--to=hf'], [src, dst, '--x=hf']):
         assert '--to=full|sharded|hf' in export(*args, rc=2)
-    assert 'nowhere' in export(tmp_path / 'nowhere', dst, '--to=hf', rc=1)
+    assert export(tmp_path / 'nowhere', dst, '--to=hf', rc=1).count('nowhere') == 1
     assert 'no ckpt.pt' in export(tmp_path, dst, '--to=hf', rc=1)
 
     def refused(changed, word):
@@ -245,9 +257,17 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     refused({**ckpt, 'model_args': {**ARGS, 'n_head': 5}}, 'n_head')
     refused({**ckpt, 'model': {k: v for k, v in ckpt['model'].items() if 'ln_f' not in k}}, 'transformer.ln_f.bias')
     refused({**ckpt, 'model': {**ckpt['model'], 'lm_head.weight': torch.ones(64, 32)}}, 'lm_head.weight')
-    (tmp_path / 'bad.pt').write_bytes(src.read_bytes()[:5000])
-    assert 'bad.pt' in export(tmp_path / 'bad.pt', dst, '--to=hf', rc=1)
-    assert not dst.exists()
+    for content in (b'', b'a text', src.read_bytes()[:5000], src.read_bytes()[:-1]):
+        (tmp_path / 'bad.pt').write_bytes(content)
+        line = export(tmp_path / 'bad.pt', dst, '--to=hf', rc=1)
+        assert line == f'export.py: {tmp_path / "bad.pt"}: torn, or not a checkpoint\n'
+    for to in ('full', 'sharded', 'hf'):
+        with full_disk(10000):
+            line = export(src, dst / 'deeper', f'--to={to}', rc=1)
+        assert line.startswith(f'export.py: {dst / "deeper"}') and 'cannot be written: ' in line, line
+        where = src / 'x'  # below a file
+        assert export(src, where, f'--to={to}', rc=1).startswith(f'export.py: {where}'), to
+    assert sorted(os.listdir(tmp_path)) == ['bad.pt', 'src.pt']
 
     export(src, dst, '--to=sharded')
     export(src, tmp_path / 'hf', '--to=hf')
@@ -258,6 +278,8 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     folder = dst / 'ckpt_dcp' / 'step_7'
     (folder / '__0_0.distcp').write_bytes((folder / '__0_0.distcp').read_bytes()[:2000])
     assert '__0_0.distcp' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
+    (folder / 'state.json').write_text('{"iter_num": ')
+    assert 'state.json: missing or torn (Expecting value' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
     (folder / 'state.json').unlink()
-    assert 'state.json' in export(folder, tmp_path / 'x.pt', '--to=full', rc=1)
+    assert export(folder, tmp_path / 'x.pt', '--to=full', rc=1).count('state.json') == 1
     assert not (tmp_path / 'x.pt').exists()

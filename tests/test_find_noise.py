@@ -71,5 +71,7 @@ def test_bad_input_is_one_line(tmp_path):
     assert 'too few' in find_noise('--input=short.txt', '--out=out', rc=2, cwd=tmp_path).stderr
     assert 'nowhere' in find_noise('--input=nowhere', '--out=out', rc=2, cwd=tmp_path).stderr
     assert not (tmp_path / 'out').exists()
+    (tmp_path / 'text.txt').write_text('To be or not to be, ' * 500)
+    assert 'short.txt' in find_noise('--input=text.txt', '--out=short.txt/x', rc=1, cwd=tmp_path).stderr
     (tmp_path / 'used').mkdir(), (tmp_path / 'used' / 'file').write_text('mine')
     assert '--out=used' in find_noise('--out=used', rc=2, cwd=tmp_path).stderr and (tmp_path / 'used' / 'file').exists()

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'scripts')
 sys.path.insert(0, SCRIPTS)
 from load_grads import find_steps, get_checkpoint_metadata, load_keys  # noqa: E402
-sys.path.pop(0)
 
 NAMES = ['transformer.wte.weight', 'transformer.h.0.attn.weight', 'transformer.h.0.attn.bias',
          'transformer.h.1.attn.weight', 'transformer.h.1.attn.bias']
@@ -100,9 +99,21 @@ def command(*args, rc=0):
     finally:
         sys.argv = argv
     out, err = out.getvalue(), err.getvalue()
-    assert code == rc, err
+    assert code == rc and not (rc and out), out + err
     assert err.count('\n') == (rc > 0) and err.startswith('load_grads.py: ' if rc else ''), err
     return err if rc else out
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file grows beyond so many bytes: to whoever writes, a full disk."""
+    resource = pytest.importorskip('resource')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_as_a_user_runs_it(made):
@@ -114,6 +125,11 @@ def test_as_a_user_runs_it(made):
                           cwd=made, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith('load_grads.py: nowhere: no gradient dump')
     assert done.stderr.count('\n') == 1 and done.stdout == ''
+    r, w = os.pipe()
+    os.close(r)  # a reader that has gone
+    with open(w, 'w') as pipe:
+        done = subprocess.run([sys.executable, script, 'list', step(made, 2)], stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b'')
 
 
 def test_sharded_dump_of_two_ranks(made):
@@ -192,6 +208,15 @@ def test_export(made, tmp_path):
     command('export', step(made, 10, 'few'), tmp_path / 'one.safetensors', NAMES[0])
     assert torch.equal(load_file(tmp_path / 'one.safetensors')[NAMES[0]], want[NAMES[0]][:5])
     assert sorted(os.listdir(tmp_path)) == ['all.safetensors', 'one.safetensors']
+    before = (tmp_path / 'one.safetensors').read_bytes()
+    assert 'one.safetensors: exists' in command('export', step(made, 10), tmp_path / 'one.safetensors', rc=2)
+    for name in (f'{"x" * 300}.safetensors', 'no/x.safetensors', 'one.safetensors/x.safetensors'):
+        assert f'{name}: cannot be written' in command('export', made / 'unread', tmp_path / name, rc=2)
+    with full_disk(100):
+        line = command('export', step(made, 10), tmp_path / 'x.safetensors', rc=1)
+    assert f'{tmp_path / "x.safetensors"}: cannot be written: ' in line
+    assert (tmp_path / 'one.safetensors').read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ['all.safetensors', 'one.safetensors']
 
 
 def test_plot(made, tmp_path):
@@ -200,6 +225,10 @@ def test_plot(made, tmp_path):
     svg = (tmp_path / 'p.svg').read_text()
     assert all(f'<!-- {layer} -->' in svg for layer in ('wte', 'h.0', 'h.1'))
     assert 'must end in one of' in command('plot', made / 'run', tmp_path / 'p.doc', rc=1)
+    assert 'no/p.png: cannot be written' in command('plot', made / 'run', tmp_path / 'no' / 'p.png', rc=2)
+    with full_disk(100):
+        assert 'p.png: cannot be written: ' in command('plot', made / 'run', tmp_path / 'p.png', rc=1)
+    assert os.listdir(tmp_path) == ['p.svg']
 
 
 def test_missing_metadata_and_torn_files(copy):
@@ -230,10 +259,9 @@ def test_metadata_cannot_run_code(copy, tmp_path):
 
 
 def test_wrong_names_and_arguments(made, tmp_path):
-    line = command('follow', made / 'run', 'transformer.h.1.attn.wieght', rc=1)
+    line = command('follow', made / 'run', NAMES[0], 'transformer.h.1.attn.wieght', rc=1)
     assert "'transformer.h.1.attn.wieght'" in line and 'nearest name: transformer.h.1.attn.weight' in line
     assert 'nearest name' in command('export', step(made, 2), tmp_path / 'x.safetensors', 'wte', rc=1)
-    assert 'folder does not exist' in command('export', step(made, 2), tmp_path / 'no' / 'x.safetensors', rc=1)
     assert os.listdir(tmp_path) == []
     assert 'no gradient dump' in command('list', made, rc=1) and 'no stepN' in command('follow', tmp_path, 'x', rc=1)
     assert 'no gradient dump' in command('list', tmp_path / 'nowhere', rc=1)

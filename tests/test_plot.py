@@ -86,6 +86,16 @@ def test_repeated_steps_nulls_and_torn_lines_within(tmp_path):
     assert 'skipped 2 unreadable lines, first: 5' in note and note.count('\n') == 1
 
 
+def test_a_reader_that_has_gone(tmp_path):
+    pytest.importorskip('matplotlib')
+    run = write_log(tmp_path / 'run')
+    r, w = os.pipe()
+    os.close(r)
+    with open(w, 'w') as pipe:
+        done = subprocess.run([sys.executable, SCRIPT, run], stdout=pipe, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b'') and (run / 'plot.png').exists()
+
+
 def test_errors_are_one_line(tmp_path):
     run, empty = write_log(tmp_path / 'run'), write_log(tmp_path / 'empty', steps=0, tail='{"it')
     assert 'OUT_DIR' in plot(rc=2) and '--outt=x' in plot(run, '--outt=x', rc=2)

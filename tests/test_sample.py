@@ -3,6 +3,7 @@ import os
 import pickle
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -96,11 +97,22 @@ def test_wrong_arguments(sample, args, words):
     assert all(word in line for word in words), line
 
 
-def test_broken_checkpoint(sample, tmp_path):
+def test_broken_checkpoint(sample, run, tmp_path):
     (tmp_path / 'out').mkdir()
-    for content in (b'', b'hello'):
+    for content in (b'', b'hello', (run / 'out' / 'ckpt.pt').read_bytes()[:-1]):
         (tmp_path / 'out' / 'ckpt.pt').write_bytes(content)
-        assert 'ckpt.pt' in sample(rc=2, cwd=tmp_path)
+        assert 'ckpt.pt: torn, or not a checkpoint' in sample(rc=2, cwd=tmp_path)
+
+
+def test_any_stdout_will_do(fork, run, tmp_path):
+    c = ckpt_of(run / 'out')
+    itos = c['meta']['tokenizer']['itos']
+    itos[itos.index('a')] = '\u00e4'
+    torch.save(c, tmp_path / 'ckpt.pt')
+    call = partial(fork, tmp_path, '--out_dir=ckpt.pt', '--device=cpu', '--max_new_tokens=9', '--start=\u00e4',
+                   script=os.path.join(ROOT, 'scripts', 'sample.py'), tiny_args=False)
+    assert call(before='sys.stdout.reconfigure(encoding="ascii")').out.startswith('\\xe4')
+    assert call(before='r, w = os.pipe(); os.close(r); os.dup2(w, 1)', rc=1).err == ''      # a reader that has gone
 
 
 def test_a_folder_that_does_not_say_its_tokens(sample, run, tmp_path):
