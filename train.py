@@ -355,12 +355,12 @@ vocab_size = model_args['vocab_size']
 iter_num, best_val_loss = state.get('iter_num', 0), float(state.get('best_val_loss', math.inf))
 start_iter, wandb_id, tokens_per_step = iter_num, state.get('wandb_id'), samples_per_step * block_size
 for split, (path, itemtype, tokens) in bins.items():
-    largest = np.fromfile(path, itemtype, 2**26).max()      # what lies further on is checked batch by batch
     if tokens <= block_size:
         fail(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
              'use more text or a smaller --block_size')
     if split == 'ghost' and use_ghost and ghost_val_batch_size > tokens - block_size:
         fail(f'ghost_val_batch_size={ghost_val_batch_size}: {path} has only {tokens - block_size:,} windows')
+    largest = np.fromfile(path, itemtype, 2**26).max()      # what lies further on is checked batch by batch
     ids = min(vocab_size, metas[split].get('vocab_size', vocab_size))       # not the ones that only pad the embedding
     if largest >= ids:
         fail(f'{path} has token id {largest}, the vocabulary only {ids} ids: wrong dataset?')
