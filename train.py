@@ -275,8 +275,8 @@ if gpus:
     torch.cuda.set_device(device)
 if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
     auto = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
-    # torchrun keeps its store over restarts, with the addresses of dead ranks in it: so each start has its own prefix;
-    # nodes count their restarts each for itself, so for several scripts/slurm.sh makes torchrun take a new store instead
+    # torchrun keeps its store over restarts, with dead ranks' addresses in it: so each start has its own prefix. Nodes
+    # count restarts each for itself, so for several scripts/slurm.sh makes torchrun take a new store instead.
     start = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if os.environ.get('GROUP_WORLD_SIZE') == '1' else ''
     store = dist.PrefixStore(f'start{start}', next(dist.rendezvous('env://'))[0])
     dist.init_process_group(auto if backend == 'auto' else backend, store=store, rank=rank, world_size=world_size,
@@ -491,7 +491,7 @@ def evaluate():
             with autocast:
                 loss = model(X, Y).mean()
             total += loss * (k < eval_iters)    # a rank without a batch left still takes part, for FSDP's sake
-            if mean_over_ranks(torch.full((), float(stop_signal), device=device)).item():
+            if mean_over_ranks(torch.full((), float(stop_signal), device=device)).item():   # all leave at one batch
                 return None
         means[split] = mean_over_ranks(total).item() * world_size / eval_iters
     model.train()

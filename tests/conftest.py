@@ -98,6 +98,18 @@ def free_port():
             return str(port)
 
 
+@contextlib.contextmanager
+def full_disk(size):
+    """No file grows beyond so many bytes: to whoever writes, a full disk."""
+    resource = pytest.importorskip('resource')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def tree(folder):
     """{path: (size, mtime, inode)} of everything below: equal if nothing has been written there."""
     found = {}
@@ -202,12 +214,11 @@ def log_of(out):
 
 
 def ckpt_of(out, name='ckpt.pt'):
-    import torch
     return torch.load(out / name, map_location='cpu', weights_only=True)
 
 
-SLOW = ['test_data', 'test_data_slow', 'test_bench', 'test_find_noise', 'test_train', 'test_ddp', 'test_dumps', 'test_ghost',
-        'test_modes']
+SLOW = ['test_data', 'test_data_slow', 'test_bench', 'test_find_noise', 'test_train', 'test_ddp', 'test_dumps',
+        'test_ghost', 'test_modes']
 
 
 def pytest_collection_modifyitems(items):

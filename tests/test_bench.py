@@ -6,11 +6,9 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import ENV, ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BENCH = os.path.join(ROOT, 'scripts', 'bench.py')
-ENV = {**{k: v for k, v in os.environ.items() if not k.startswith(('WANDB', 'TORCH_'))}, 'OMP_NUM_THREADS': '1',
-       'CUDA_VISIBLE_DEVICES': ''}
 TINY = ('--device=cpu --n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 '
         '--gradient_accumulation_steps=3 --steps=2').split()
 # a model with nanoGPT's interface, which writes down what it was given

@@ -12,6 +12,7 @@ import zipfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import full_disk
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -85,18 +86,6 @@ def export(*args, rc=0):
     assert code == rc, err
     assert err.count('\n') == (rc > 0) and err.startswith('export.py: ' if rc else ''), err
     return err if rc else out
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """No file grows beyond so many bytes: to whoever writes, a full disk."""
-    resource = pytest.importorskip('resource')
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def files(folder):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from conftest import free_port
+from conftest import free_port, full_disk
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
@@ -102,18 +102,6 @@ def command(*args, rc=0):
     assert code == rc and not (rc and out), out + err
     assert err.count('\n') == (rc > 0) and err.startswith('load_grads.py: ' if rc else ''), err
     return err if rc else out
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """No file grows beyond so many bytes: to whoever writes, a full disk."""
-    resource = pytest.importorskip('resource')
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_as_a_user_runs_it(made):
