@@ -37,10 +37,9 @@ class GPTConfig:
     dropout: float = 0.0       # probability
     bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
-    float8: bool = False       # two of the three matmuls of each Linear in a block; see Float8Linear
 
 
-# ---- three Triton kernels, for passes over memory that torch.compile makes too many of ---------------------------
+# ---- two Triton kernels, for passes over memory that torch.compile makes too many of -----------------------------
 
 def fast(x):
     """Whether the kernels apply to x: bfloat16 on a card. All else takes the plain forms, which are the oracle."""
@@ -94,22 +93,6 @@ if triton:
         wrap_triton(_sum_and_dots)[(blocks,)](dw, G, total, part, len(dw), G.numel(), BB=8, BN=1024, num_warps=4)
         return total, part
 
-    @triton.jit
-    def _to_float8(x, q, scale, n, BLOCK: tl.constexpr):    # a program per row, read once
-        row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-        a = tl.load(x + row * n + cols, mask=cols < n, other=0.0).to(tl.float32)
-        s = tl.maximum(tl.max(tl.abs(a)), 1e-12) / 448
-        tl.store(q + row * n + cols, (a / s).to(q.dtype.element_ty), mask=cols < n)
-        tl.store(scale + row, s)
-
-    @triton_op('flatgpt::to_float8', mutates_args={})
-    def to_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x.contiguous()
-        q = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
-        scale = torch.empty((len(x), 1), device=x.device, dtype=torch.float32)
-        wrap_triton(_to_float8)[(len(x),)](x, q, scale, x.size(1), BLOCK=triton.next_power_of_2(x.size(1)), num_warps=8)
-        return q, scale
-
 
 def cross_entropy_grad(z, y):
     """z (B,T,V) logits, y (B,T) -> the losses (B,T), and their gradients for z: in z's memory if the kernel applies."""
@@ -135,22 +118,6 @@ def linear_dots(dy, x, G):
     acc, G, x = torch.promote_types(dy.dtype, torch.float32), G.to(dy.dtype), x.to(dy.dtype)
     a, b = (dy @ G, x) if G.size(0) > G.size(1) else (F.linear(x, G), dy)
     return (a.to(acc) * b.to(acc)).sum(-1).sum(-1)
-
-
-def float8_rows(x):
-    """x (M,n) -> q (M,n) in float8, its largest 448 in each row, and scale (M,1) float32: x is q * scale."""
-    if fast(x):
-        return to_float8(x)
-    scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / 448
-    return (x.float() / scale).to(torch.float8_e4m3fn).contiguous(), scale
-
-
-def float8_product(x, w):
-    """x (B,T,m) @ w.T of w (n,m) -> (B,T,n), the factors in float8."""
-    (a, a_scale), (b, b_scale) = float8_rows(x.flatten(0, 1)), float8_rows(w)
-    with torch.autocast(x.device.type, enabled=False):      # on a CPU it would round once more
-        y = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
-    return y.view(*x.shape[:2], -1)
 
 
 def low(x):
@@ -204,20 +171,6 @@ class GhostLinear(torch.autograd.Function):
         return dy @ w, dw.to(ctx.dtype), None, dots
 
 
-class Float8Linear(torch.autograd.Function):
-    """x (B,T,m) @ w.T, this product and dx in float8. dw stays as it is: along tokens there are no scales to share."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return float8_product(x, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return float8_product(dy, w.t()), weight_grad(dy, x)[0].to(w.dtype)
-
-
 HEAD_ROWS = 16384   # of logits at a time: fewer save memory, more save additions to the head's gradient
 
 
@@ -261,17 +214,12 @@ def initialise(weight, std=0.02):
 
 
 class Linear(nn.Linear):
-    float8 = False
-
     def reset_parameters(self):
         initialise(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x, s=None):
-        if self.float8:
-            y = Float8Linear.apply(low(x), self.weight)
-            return y if self.bias is None else y + self.bias.to(y.dtype)
         if s is None or not fast(low(x)):
             y = F.linear(x, self.weight, self.bias)
             return y if s is None else tap(self, 'linear', y, x, s)
@@ -370,8 +318,6 @@ class GPT(nn.Module):
         for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
             for projection in (block.attn.c_proj, block.mlp.c_proj):
                 initialise(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
-            for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
-                linear.float8 = config.float8
 
     def tie(self):
         """One tensor embeds tokens and scores them; call again after whatever replaces parameters."""

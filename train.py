@@ -42,6 +42,7 @@ from scripts.export import newest_checkpoint, read_checkpoint
 from scripts.load_grads import get_checkpoint_metadata
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
+torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here
@@ -93,7 +94,6 @@ scale_lr = False                    # multiply learning_rate and min_lr by world
 # ---- machine ---------------------------------------------------------------------------------------------------------
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
-float8 = False                      # matmuls of the blocks in float8: faster from about n_embd=1280 on
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, which takes a minute at the start
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
@@ -182,11 +182,6 @@ for wrong, message in (
         (backend == 'nccl' and not gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo'),
         (dtype == 'bfloat16' and not has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32'),
         (dtype == 'float16' and device_type == 'mps', 'dtype=float16 does not train on mps: --dtype=float32'),
-        (float8 and dtype != 'bfloat16', f'float8=True needs dtype=bfloat16, not {dtype}'),
-        (float8 and gpus and torch.cuda.get_device_capability(device) < (8, 9),
-         f'float8=True: {device} is older than Ada and Hopper, which have it: leave it out'),
-        (float8 and n_embd % 16, f'float8=True: n_embd={n_embd} must be a multiple of 16'),
-        (float8 and use_ghost, 'use_ghost=True: values are of bfloat16 or float32 gradients: leave out float8'),
         (use_fsdp and not distributed, 'use_fsdp=True: start by torchrun --standalone --nproc_per_node=N train.py ...'),
         (not use_fsdp and fsdp_replicate > 1, f'fsdp_replicate={fsdp_replicate} needs --use_fsdp=True'),
         (not use_fsdp and fsdp_cpu_offload, 'fsdp_cpu_offload=True needs --use_fsdp=True'),
@@ -373,7 +368,7 @@ for split, (path, itemtype, tokens) in bins.items():
 
 # ---- model: built without memory, then compiled, then sharded, then filled with rank 0's weights ---------------------
 with torch.device('meta'):
-    model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout, float8=float8))
+    model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout))
 try:
     ghost_names = raw_model.add_ghost() if use_ghost else []
 except ValueError as error:
@@ -387,7 +382,7 @@ if fsdp_activation_checkpointing:       # forget most of the forward pass and co
     if fsdp_activation_checkpointing == 'selective':
         attention = [f'_scaled_dot_product_{kind}' for kind in
                      ('flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
-        kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', '_scaled_mm', *attention)]
+        kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', *attention)]
         options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
     for block in raw_model.transformer.h:
         block.forward = partial(recompute, block.forward, use_reentrant=False, **options)

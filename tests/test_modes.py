@@ -166,28 +166,13 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize('mode', ['plain', 'ddp2', 'fsdp2', 'hsdp4'])
-@pytest.mark.parametrize(
-    'args,least,tolerance',
-    [
-        (['--dtype=bfloat16'], 1e-7, 1e-2),
-        (['--dtype=float16'], 1e-7, 2e-3),
-        (['--dtype=bfloat16', '--float8=True'], 5e-4, 1e-2),
-    ],
-)
-def test_narrow_types(fork, tmp_path, bare, mode, args, least, tolerance):
-    launch(fork, tmp_path, mode, '--max_iters=4', *args, *QUICK)
+@pytest.mark.parametrize('dtype,tolerance', [('bfloat16', 1e-2), ('float16', 2e-3)])
+def test_half_precision(fork, tmp_path, bare, mode, dtype, tolerance):
+    launch(fork, tmp_path, mode, '--max_iters=4', f'--dtype={dtype}', *QUICK)
     a, b = log_of(tmp_path / 'out')[0], log_of(bare('plain'))[0]
     errors = [abs(a[i][k] / b[i][k] - 1) for i in a for k in ('loss', 'grad_norm')]
-    assert least < max(errors) < tolerance, max(errors)
+    assert 1e-7 < max(errors) < tolerance
     assert all(v.dtype == torch.float32 for v in ckpt_of(tmp_path / 'out')['model'].values())
-
-
-@pytest.mark.parametrize('kind', ['full', 'selective'])
-def test_float8_recomputed_is_float8(fork, tmp_path, kind):
-    args = [*SMALL, '--max_iters=3', '--dtype=bfloat16', '--float8=True', *QUICK]
-    fork(tmp_path, *args, '--out_dir=a')
-    fork(tmp_path, *args, '--out_dir=b', f'--fsdp_activation_checkpointing={kind}')
-    assert same(ckpt_of(tmp_path / 'a')['model'], ckpt_of(tmp_path / 'b')['model'])
 
 
 # ---- one checkpoint for every mode -----------------------------------------------------------------------------------
