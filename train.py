@@ -416,7 +416,8 @@ if have_weights:
 assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping or loading has untied the embeddings'
 if distributed and not use_fsdp:
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
-                                                      gradient_as_bucket_view=True)     # no second copy of gradients
+                                                      gradient_as_bucket_view=True)
+keep_grads = distributed and not use_fsdp       # zeroed, not freed: DDP's buckets hold them, and there is no second copy
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
@@ -690,7 +691,7 @@ if distributed and not use_fsdp and not eval_only:
     with autocast:
         loss = model(X, Y, zeros)
     loss.mean().backward()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=False)
 stopping, saved_at, timed_from, clock = False, start_iter, iter_num, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
@@ -736,7 +737,7 @@ while True:
         with torch.no_grad():
             for p, ghost in ghosts:
                 ghost.copy_((p.grad if use_fsdp else mean_over_ranks(p.grad)) / loss_scale)
-                p.grad = None
+        optimizer.zero_grad(set_to_none=not keep_grads)
         model.train()
 
     train_loss, columns = torch.zeros((), device=device), []
@@ -776,7 +777,7 @@ while True:
         scaler.update()
     elif scaler.is_enabled():   # not by what this rank's own gradients held: the scale is the same on all
         scaler.update(loss_scale * scaler.get_backoff_factor())
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not keep_grads)
 
     if scored and finite:
         mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)

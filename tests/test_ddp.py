@@ -143,6 +143,22 @@ DDP.__init__, torch.Tensor.backward = init, backward
          after='assert flags[-9:] == [False, False, True] * 3, flags')
 
 
+@pytest.mark.parametrize('args', [[], ['--use_ghost=True']])
+def test_there_is_one_copy_of_the_gradients(fork, tmp_path, args):
+    """From the second step on each lies in DDP's buckets, where it lay before, in every forward pass too."""
+    before = '''
+import model
+forward, places = model.GPT.forward, []
+def looking(self, *a, **k):
+    if self.training:
+        places.append([p.grad.data_ptr() for p in self.parameters() if p.requires_grad and p.grad is not None])
+    return forward(self, *a, **k)
+model.GPT.forward = looking
+'''
+    after = "assert len(places) == 7 and places[1] and all(p == places[1] for p in places[1:]), places"
+    fork(tmp_path, *MICRO, '--out_dir=a', '--max_iters=3', *args, nproc=2, before=before, after=after)
+
+
 @pytest.mark.parametrize('before', [at_step(5, POISON), nan_loss(5)], ids=['gradient', 'loss'])
 def test_nonfinite_on_one_rank(fork, tmp_path, before):
     """What one rank alone sees stops all, or is skipped by all."""
