@@ -33,7 +33,8 @@ def configure(namespace, argv=None):
 
     def unknown(where, word, problem):
         near = difflib.get_close_matches(word.strip('-').lower().replace('-', '_'), config, n=1, cutoff=0)
-        fail(f'{where}: {problem}; arguments are --name=value or a config file (.py); nearest name: {"".join(near)}')
+        near = f'; nearest name: {near[0]}' if near and re.fullmatch(r'[\w-]+', word) else ''  # not of a path
+        fail(f'{where}: {problem}; arguments are --name=value or a config file (.py){near}')
 
     def put(name, value, where):
         try:

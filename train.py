@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import configure
-from data.tokenbins import hash64, load_meta, shuffled, write_file
+from data.tokenbins import FULL, hash64, load_meta, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
 from scripts.export import newest_checkpoint, read_checkpoint
-from scripts.load_grads import get_checkpoint_metadata
+from scripts.load_grads import get_checkpoint_metadata, why
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
@@ -152,10 +152,12 @@ config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
 at_least_1 = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head
-    n_embd fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval'''.split()
+    n_embd fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval
+    grad_dump_save_first_n'''.split()
 for name, value in config.items():
-    if isinstance(value, (int, float)) and value < (name in at_least_1):
-        fail(f'{name}={value}: must be at least {int(name in at_least_1)}')
+    low, high = (1, 2**31) if name in at_least_1 else (0, 1 if name in ('dropout', 'beta1', 'beta2') else 2**63)
+    if isinstance(value, (int, float)) and not low <= value < high:
+        fail(f'{name}={value}: must be at least {low} and below {high}')
 for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'),
                          backend=('auto', 'nccl', 'gloo'),
                          data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
@@ -165,8 +167,8 @@ for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full
 ghost_rows = ghost_val_batch_size // world_size     # per rank
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 for wrong, message in (
-        (max(dropout, beta1, beta2) >= 1, f'dropout={dropout}, beta1={beta1}, beta2={beta2}: must be below 1'),
         (not out_dir, 'out_dir is empty: name a folder'),
+        (not dataset, 'dataset is empty: name a folder'),
         (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)),
          f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)} or a folder'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
@@ -195,8 +197,8 @@ for wrong, message in (
          'and not a multiple of it'),
         ((math.inf if grad_dump_end_step is None else grad_dump_end_step) < grad_dump_start_step,
          f'grad_dump_end_step={grad_dump_end_step} comes before grad_dump_start_step={grad_dump_start_step}'),
-        (grad_dump_save_first_n is not None and grad_dump_save_first_n < 1,
-         f'grad_dump_save_first_n={grad_dump_save_first_n}: must be None or at least 1')):
+        (grad_dump and grad_dump_start_step >= max_iters > 0,
+         f'grad_dump_start_step={grad_dump_start_step}: the last step of max_iters={max_iters} is {max_iters - 1}')):
     if wrong:
         fail(message)
 
@@ -208,7 +210,8 @@ for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dat
     folder = Path(__file__).resolve().parent / 'data' / name
     path = (folder if folder.is_dir() else Path(name)) / ('train.bin' if split == 'train' else 'val.bin')
     if not path.is_file():
-        fail(f'{path.name} of dataset {name} not found in {folder}: run its prepare.py, or name another dataset')
+        fail(f'no file {path}' + f' and no folder {folder}' * (path.parent != folder)
+             + ': run its prepare.py, or name another dataset')
     try:
         meta = metas[split] = load_meta(path.parent)
     except ValueError as error:
@@ -417,7 +420,7 @@ assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping o
 if distributed and not use_fsdp:
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)
-keep_grads = distributed and not use_fsdp       # zeroed, not freed: DDP's buckets hold them, and there is no second copy
+keep_grads = distributed and not use_fsdp   # zeroed, not freed: DDP's buckets hold them, so there is no second copy
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
@@ -600,12 +603,20 @@ def dump_gradients(folder):
     say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - start:.2f} s')
 
 
+def on_error(kind, error, trace):
+    if why(error) in map(os.strerror, FULL):
+        print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = on_error       # a full disk is one line, exit code 1; what was complete stays so
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 if master_process and not eval_only:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f'out_dir={out_dir}: {error}'
+        problem = f'out_dir={out_dir}: {error.strerror}: name a folder that can be written'
     if wandb_log and not problem:
         try:
             import wandb
@@ -767,11 +778,13 @@ while True:
     train_loss, val_loss, norm, stopping = numbers.tolist()
     stopping = stopping > 0
     finite = math.isfinite(train_loss) and math.isfinite(norm)
-    if not finite and on_nonfinite == 'stop' and not (scaler.is_enabled() and math.isfinite(train_loss)):
-        write_dots()
-        say(f'step {iter_num}: loss {train_loss}, gradient norm {norm}: stopped before the update; '
-            'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
-        sys.exit(1)
+    if not finite and not (scaler.is_enabled() and math.isfinite(train_loss)):      # everyday life of a loss scale
+        say(f'step {iter_num}: loss {train_loss}, gradient norm {norm}: ' + (
+            'skipped' if on_nonfinite == 'skip' else 'stopped before the update; '
+            'try a lower learning_rate, or on_nonfinite=skip to leave such steps out'))
+        if on_nonfinite == 'stop':
+            write_dots()
+            sys.exit(1)
     if finite:
         scaler.step(optimizer)
         scaler.update()

@@ -850,8 +850,9 @@ def assemble(work, args, facts):
         for o in out.values():
             o["file"].flush()
             os.fsync(o["file"].fileno())
-    if not (out["train"]["tokens"] and out["val"]["tokens"]):
-        fail("the input is a single token: too little for a train and a val split", 1)
+    if min(o["tokens"] for o in out.values()) < 2:  # one to read and one to predict
+        fail(f"train.bin would get {out['train']['tokens']} tokens and val.bin {out['val']['tokens']}, each needs two: "
+             "more text, or another --val_fraction", 1)
     meta = {"vocab_size": vocab_size, "tokenizer": spec, "eot": eot, "documents": n_documents, "bytes": size,
             **totals, **facts}
     if args.domain_key:
@@ -939,17 +940,27 @@ def load_meta(folder):
             return {}
         if path.suffix == ".json":
             meta = json.loads(path.read_text(encoding="utf-8"))
-            for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict)):
-                if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
-                    raise ValueError(f"{key} is {meta.get(key)!r}")
-            if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-                raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
-            return meta
-        with open(path, "rb") as f:
-            old = PlainUnpickler(f).load()
-        meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
-        if "itos" in old:
-            meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}
+        else:
+            with open(path, "rb") as f:
+                old = PlainUnpickler(f).load()
+            meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
+            if "itos" in old:
+                meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}
+        if not isinstance(meta, dict):
+            raise ValueError(f"it holds {str(meta)[:40]}, not an object with a vocab_size")
+        for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict),
+                          ("eot", (int, type(None)))):
+            if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
+                raise ValueError(f"{key} is {meta.get(key)!r}")
+        if isinstance(meta.get("tokenizer"), dict) and not isinstance(meta["tokenizer"].get("itos"), list):
+            raise ValueError(f"tokenizer.itos is {meta['tokenizer'].get('itos')!r}")
+        if meta["vocab_size"] is True or not 0 < meta["vocab_size"] <= 2**32:
+            raise ValueError(f"vocab_size is {meta['vocab_size']}")
+        if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+            raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
+        for split, has in meta.get("splits", {}).items():
+            if not isinstance(has, dict) or not isinstance(has.get("tokens", 0), int):
+                raise ValueError(f"splits.{split} is {has!r}")
         return meta
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None

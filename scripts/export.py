@@ -81,8 +81,10 @@ def read_full(path):
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         missing = {'model', 'optimizer', 'model_args', 'iter_num'} - set(ckpt)
-    except Exception as error:  # torch.load fails in many ways; its first line says what is wrong
-        raise ValueError(f'{path}: torn, or not a checkpoint ({str(error).splitlines()[0]})') from None
+    except Exception as error:  # torch.load fails in many ways; a sentence of it says what is wrong
+        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)  # before that comes advice
+        what = text.partition('\n')[0].partition('. ')[0]
+        raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
     if missing:
         raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(sorted(missing))}')
     return ckpt
@@ -237,7 +239,7 @@ if __name__ == '__main__':
         sys.exit(0)
     paths = [arg for arg in sys.argv[1:] if not arg.startswith('-')]
     options = [arg for arg in sys.argv[1:] if arg.startswith('-')]
-    if len(paths) != 2 or len(options) != 1 or options[0] not in ('--to=full', '--to=sharded', '--to=hf'):
+    if len(list(filter(None, paths))) != 2 or options not in (['--to=full'], ['--to=sharded'], ['--to=hf']):
         print(f'export.py: not understood: {" ".join(sys.argv[1:]) or "no arguments"}; {USAGE}', file=sys.stderr)
         sys.exit(2)
     try:

@@ -52,9 +52,10 @@ def main():
             print(f"no text shown: {e}")
     vocab, dtype = meta.get("vocab_size", 50257), np.dtype("<u4" if meta.get("dtype") == "uint32" else "<u2")
     eot, has_record = meta.get("eot"), "splits" in meta
-    kind = meta.get("tokenizer")
+    kind, found = meta.get("tokenizer"), [n for n in ("meta.json", "meta.pkl") if (folder / n).is_file()]
+    beside = found[0] + " without counts and checksums" * (not has_record) if found else "no meta.json"
     print(f"{folder}: tokenizer {kind.get('type') if isinstance(kind, dict) else kind}, vocabulary {vocab:,}, "
-          f"{dtype.name}, {'meta.json' if has_record else 'no meta.json'}, source {meta.get('source', 'unknown')}")
+          f"{dtype.name}, {beside}, source {meta.get('source', 'unknown')}")
     if tokenizer and tokenizer.vocab_size != vocab:
         bad.append(f"meta.json: vocab_size {vocab}, but the tokenizer has {tokenizer.vocab_size}")
 

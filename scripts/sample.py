@@ -15,6 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 from configurator import configure
 from data.tokenbins import get_tokenizer, load_meta
 from export import read_checkpoint
+from load_grads import why
 from model import GPT, GPTConfig
 from printing import printing
 
@@ -43,9 +44,9 @@ def fail(message):
     sys.exit(2)
 
 
-for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0).items():
-    if globals()[name] < least:
-        fail(f'{name}={globals()[name]}: must be at least {least}')
+for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
+    if not least <= globals()[name] < 2**63:
+        fail(f'{name}={globals()[name]}: must be at least {least} and below {2**63}')
 if not 0 < top_p <= 1:
     fail(f'top_p={top_p}: must be above 0 and at most 1')
 if device == 'auto':
@@ -60,14 +61,17 @@ if dtype not in ('float32', 'bfloat16', 'float16'):
 try:
     best = Path(out_dir) / 'best.pt'
     source = init_from if init_from != 'resume' else str(best) if best.is_file() else out_dir
-    if init_from == 'resume' and not Path(source).exists():
+    if init_from == 'resume' and not (out_dir and Path(source).exists()):
         raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
     checkpoint = read_checkpoint(source)
     dataset = checkpoint['config'].get('dataset')       # nanoGPT's checkpoints do not say more of how to decode
     meta = checkpoint['meta'] or (load_meta(Path(__file__).resolve().parents[1] / 'data' / dataset) if dataset else {})
     tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
     if start.startswith('FILE:'):
-        start = Path(start[5:]).read_text(encoding='utf-8')
+        try:
+            start = Path(start[5:]).read_text(encoding='utf-8')
+        except (OSError, ValueError) as error:
+            raise ValueError(f'start={start}: {why(error)}') from None
     ids = tokenizer.encode(start)
     if max(ids, default=0) >= checkpoint['model_args']['vocab_size']:
         raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: '

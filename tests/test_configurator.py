@@ -107,6 +107,7 @@ def test_command_line_values(demo):
 @pytest.mark.parametrize('args, words', [
     (['--batch_size', '4'], ['--batch_size:', '--name=value', '.py', 'batch_size']),
     (['stray'], ['stray', '--name=value', '.py', 'nearest name: start']),
+    (['out/dir'], ['out/dir: not understood', 'config file (.py)\n']),
     (['4'], ['demo.py: 4:', '--name=value', '.py']),
     (['batch_size=4'], ['batch_size=4', '--name=value', 'nearest name: batch_size']),
     (['-batch_size=4'], ['-batch_size=4', '--name=value', 'nearest name: batch_size']),

@@ -481,7 +481,8 @@ def test_what_the_next_try_can_use_is_kept_and_no_more(tmp_path):
     ("a.jsonl", b'{"text": "one"}\n[1]\n', 1, "a.jsonl line 2"), ("a.jsonl", b'{"text": 7}\n', 2, "int, not text"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9999)[:-40], 1, "a.jsonl.gz"),
     ("a.txt.gz", b"no gzip", 1, "a.txt.gz"), ("a.parquet", b"PAR1 not really", 1, "a.parquet"),
-    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text"), ("a.txt", b"", 1, "no text"),
+    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text"),
+    ("a.txt", b"a", 1, "val.bin 1, each needs two"), ("a.txt", b"", 1, "no text"),
     ("a.json", b'[\n {\n  "text": "a"\n }\n]', 1, "line by line"), ("a.json", b'[{"text": "a"}]', 1, "line by line")])
 def test_damaged_input_is_one_line(tmp_path, name, data, code, says):
     if name.endswith(".parquet"):
@@ -725,7 +726,8 @@ def test_inspect_a_sound_dataset(dataset):
 
 @pytest.mark.parametrize("harm, says", [
     ("flip", "sha256"), ("cut", "tokens, but meta.json says"), ("odd", "no whole number"), ("id", "vocab_size is 257"),
-    ("gone", "val.bin is missing"), ("meta", "meta.json can not be read"), ("domain", "domain"),
+    ("gone", "val.bin is missing"), ("meta", "meta.json can not be read"),
+    ("vocab", "vocab_size is 0"), ("domain", "domain"),
     ("empty", "val.bin is empty")])
 def test_inspect_finds_harm(dataset, harm, says):
     val, meta = dataset / "val.bin", json.loads((dataset / "meta.json").read_text())
@@ -739,6 +741,8 @@ def test_inspect_finds_harm(dataset, harm, says):
         val.unlink()
     if harm == "domain":
         meta["domains"][1]["start"] += 1
+    if harm == "vocab":
+        meta["vocab_size"] = 0
     (dataset / "meta.json").write_text("{" if harm == "meta" else json.dumps(meta))
     last = inspect(dataset, code=1).splitlines()[-1]
     assert last.startswith("BAD") and says in last
@@ -751,7 +755,7 @@ def test_inspect_a_folder_of_nanogpt(tmp_path):
     table = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "\u00e7"}, "stoi": {"a": 0, "b": 1, "\u00e7": 2}}
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps(table))
     said = inspect(tmp_path)
-    assert "ab\u00e7bab\u00e7b" in said and "OK" in said
+    assert "ab\u00e7bab\u00e7b" in said and "OK" in said and "meta.pkl without counts" in said
     assert inspect(tmp_path, env={"PYTHONIOENCODING": "ascii"}) == said.replace("\u00e7", "\\xe7")
     r, w = os.pipe()
     os.close(r)  # a reader that has gone

@@ -180,6 +180,7 @@ def test_clipping_and_accumulation_do_not_show(run, fork, tmp_path):
         (['--grad_dump_step_interval=0'], 'grad_dump_step_interval=0'),
         (['--grad_dump_start_step=-1'], 'grad_dump_start_step=-1'),
         (['--grad_dump_start_step=5', '--grad_dump_end_step=4'], 'grad_dump_end_step=4'),
+        (['--grad_dump_start_step=20'], 'max_iters=20 is 19'),
         (['--grad_dump_end_step=-1'], 'grad_dump_end_step=-1'),
         (['--grad_dump_save_first_n=0'], 'grad_dump_save_first_n=0'),
         (['--grad_dump_save_first_n=2.5'], 'grad_dump_save_first_n'),

@@ -232,7 +232,7 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     src, dst = tmp_path / 'src.pt', tmp_path / 'dst'
     torch.save(ckpt, src)
     for args in ([], [src, dst], [src, dst, '--to=gguf'],
-                 [src, '--to=hf'], [src, dst, dst, '--to=hf'], [src, dst, '--x=hf']):
+                 [src, '--to=hf'], [src, dst, dst, '--to=hf'], [src, dst, '--x=hf'], [src, '', '--to=full']):
         assert '--to=full|sharded|hf' in export(*args, rc=2)
     assert export(tmp_path / 'nowhere', dst, '--to=hf', rc=1).count('nowhere') == 1
     assert 'no ckpt.pt' in export(tmp_path, dst, '--to=hf', rc=1)

@@ -91,7 +91,8 @@ def test_best_is_preferred_and_not_needed(sample, run, tmp_path):
     ('--top_p=0', ['top_p=0']), ('--top_p=2', ['top_p=2']), ('--num_samples=0', ['num_samples=0']),
     ('--max_new_tokens=-1', ['max_new_tokens=-1']),
     ('--dtype=float8', ['float8']), ('--device=cuda', ['device=cuda']), ('--device=tpu', ['tpu']),
-    ('--start=FILE:nothing.txt', ['nothing.txt']), ('stray', ['stray'])])
+    ('--start=FILE:nothing.txt', ['start=FILE:nothing.txt: No such file']), ('--out_dir=', ['out_dir= does not exist']),
+    ('--seed=18446744073709551616', ['seed=18446744073709551616', 'below']), ('stray', ['stray'])])
 def test_wrong_arguments(sample, args, words):
     line = sample(args, rc=2)
     assert all(word in line for word in words), line

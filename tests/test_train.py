@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, ckpt_of, log_of, tree, write_dataset
+from conftest import ROOT, ckpt_of, full_disk, log_of, tree, write_dataset
 
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
@@ -146,6 +146,10 @@ def test_command_line_is_frozen(fork, tmp_path):
     ('--fsdp_cpu_offload=True', ['fsdp_cpu_offload', 'use_fsdp']),
     ('--checkpoint_format=zip', ['zip', 'full', 'sharded']),
     ('--checkpoint_async=True', ['checkpoint_async', 'sharded']),
+    ('--batch_size=99999999999', ['batch_size=9', '2147']),
+    ('--seed=18446744073709551616', ['seed=18446744073709551616', 'below']), ('--dataset=', ['dataset is empty']),
+    ('--dataset=no/where', ['no/where/train.bin', 'data/no/where', 'prepare.py']),
+    ('--out_dir=/dev/null/x', ['out_dir=/dev/null/x', 'name a folder']),
     ('--dataset=nowhere', ['nowhere', 'prepare.py']), ('--init_from=nowhere', ['nowhere']),
     ('--init_from=gpt3', ['gpt3']),
     ('--init_from=resume --out_dir=nothing', ['resume', 'nothing']), ('none.py', ['none.py'])])
@@ -304,8 +308,14 @@ def changed_meta(folder, **changes):
             ['meta.json']),
     (lambda d: changed_meta(d, dtype='text'), ['meta.json', 'text']), (lambda d: changed_meta(d, dtype='float32'),
             ['meta.json', 'float32']),
-    (lambda d: changed_meta(d, vocab_size=0), ['0']), (lambda d: changed_meta(d, vocab_size='many'),
-                                                       ['meta.json', 'vocab_size'])])
+    (lambda d: ((d / 'val.bin').unlink(), (d / 'val.bin').mkdir()), ['no file', 'val.bin']),
+    (lambda d: changed_meta(d, vocab_size=2**40), ['meta.json', 'vocab_size']),
+    (lambda d: changed_meta(d, vocab_size=-3), ['meta.json', 'vocab_size is -3']),
+    (lambda d: changed_meta(d, tokenizer={'type': 'char', 'itos': 5}), ['meta.json', 'tokenizer.itos is 5']),
+    (lambda d: changed_meta(d, splits={'train': 5}), ['meta.json', 'splits.train is 5']),
+    (lambda d: (d / 'meta.json').write_text('[]'), ['meta.json', 'not an object']),
+    (lambda d: changed_meta(d, vocab_size=0), ['meta.json', 'vocab_size is 0']),
+    (lambda d: changed_meta(d, vocab_size='many'), ['meta.json', 'vocab_size'])])
 def test_spoilt_dataset(fork, tmp_path, tiny, spoil, words):
     spoil(shutil.copytree(tiny, tmp_path / 'd'))
     line = fork(tmp_path, f'--dataset={tmp_path / "d"}', rc=2)
@@ -491,6 +501,7 @@ def test_resuming_with_another_alphabet(fork, copy_of, tmp_path):
 @pytest.mark.parametrize('spoil, words', [
     (lambda f: f.write_bytes(f.read_bytes()[:5000]), ['ckpt.pt']), (lambda f: f.write_bytes(b''), ['ckpt.pt']),
     (lambda f: f.write_text('hello'), ['ckpt.pt']),
+    (lambda f: torch.save(torch.nn.Linear(2, 2), f), ['ckpt.pt: torn', 'Linear was not an allowed global by default)']),
     (lambda f: torch.save({'a': 1}, f), ['ckpt.pt']), (lambda f: torch.save([1], f), ['ckpt.pt']),
     (lambda f: f.unlink(), ['init_from=resume', 'random']),
     (lambda f: torch.save({k: v for k, v in ckpt_of(f.parent).items() if k != 'optimizer'}, f), ['ckpt.pt']),
@@ -516,6 +527,15 @@ def test_out_dir_that_can_not_be_made(fork, tmp_path, out_dir):
     (tmp_path / 'file').write_text('mine')
     assert 'out_dir=file' in fork(tmp_path, f'--out_dir={out_dir}', rc=2)
     assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(train, copy_of):
+    out = copy_of()
+    before = (out / 'ckpt.pt').read_bytes()
+    with full_disk(600_000):
+        done = train(out.parent, f'--out_dir={out}', '--init_from=resume', '--max_iters=21', rc=1)
+    assert done.err.count('\n') == 1 and 'train.py: ' in done.err and 'make room' in done.err
+    assert (out / 'ckpt.pt').read_bytes() == before and not list(out.glob('*.tmp'))
 
 
 class Evil:
@@ -759,7 +779,8 @@ def test_nonfinite_loss_stops(fork, tmp_path):
 def test_nonfinite_step_is_skipped_if_asked(fork, tmp_path, before):
     """The step counts, and leaves weights and optimizer as they were."""
     fork(tmp_path, '--out_dir=a', '--max_iters=5')
-    fork(tmp_path, '--out_dir=b', '--max_iters=6', '--on_nonfinite=skip', before=before)
+    done = fork(tmp_path, '--out_dir=b', '--max_iters=6', '--on_nonfinite=skip', before=before)
+    assert re.findall(r'step (\d+): .*nan: skipped$', done.out, re.M) == ['5']
     a, b = ckpt_of(tmp_path / 'a'), ckpt_of(tmp_path / 'b')
     assert (a['iter_num'], b['iter_num']) == (5, 6)
     same_weights({**a, 'iter_num': 6}, b)
@@ -791,7 +812,9 @@ def test_narrow_types(fork, base, tmp_path, dtype, rel):
 
 def test_float16_overflow_lowers_the_scale_and_goes_on(fork, tmp_path):
     """An infinite scaled gradient is everyday life of a loss scale, no reason to stop."""
-    fork(tmp_path, '--out_dir=a', '--max_iters=4', '--dtype=float16', before=at_step(1, POISON.replace('nan', 'inf')))
+    done = fork(tmp_path, '--out_dir=a', '--max_iters=4', '--dtype=float16', '--on_nonfinite=skip',
+                before=at_step(1, POISON.replace('nan', 'inf')))
+    assert 'skipped' not in done.out
     c = ckpt_of(tmp_path / 'a')
     assert c['iter_num'] == 4 and c['scaler']['scale'] == 2.0 ** 15
     assert all(v.isfinite().all() for v in c['model'].values())
