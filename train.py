@@ -12,7 +12,7 @@ gradients     ... --grad_dump=True        the gradients of chosen steps, in any 
 go on         ... --init_from=resume      or auto: resume if there is a checkpoint in out_dir, else start
 
 Every global of the next section is set by a config file of `name = value` lines or by --name=value; --help lists them.
-All modes compute the same, up to rounding: for one global batch, plain, DDP, FSDP and HSDP give the same losses and weights.
+All modes compute the same up to rounding: for one global batch they give the same losses and weights.
 """
 import json
 import math
