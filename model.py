@@ -240,7 +240,7 @@ class Embedding(nn.Embedding):
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, x, s=None):
-        # under autocast in float32, not only on a GPU, where autocast itself sees to it
+        # a GPU's autocast would cast x so too; a CPU's would not, and sum the weight's gradient in bfloat16
         y = F.layer_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.bias, self.eps)
         return y if s is None else tap(self, 'layernorm', y, x, s)
 

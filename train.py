@@ -122,6 +122,7 @@ config, given = configure(globals())
 
 # ---- ranks and device ------------------------------------------------------------------------------------------------
 distributed = 'RANK' in os.environ  # set by torchrun
+use_ddp = distributed and not use_fsdp
 rank, local_rank = int(os.environ.get('RANK', 0)), int(os.environ.get('LOCAL_RANK', 0))
 world_size = int(os.environ.get('WORLD_SIZE', 1)) if distributed else 1
 master_process = rank == 0          # prints, and writes what is not sharded
@@ -417,10 +418,9 @@ from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distrib
 if have_weights:
     set_model_state_dict(raw_model, weights, options=from_rank0)
 assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping or loading has untied the embeddings'
-if distributed and not use_fsdp:
+if use_ddp:
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)
-keep_grads = distributed and not use_fsdp   # zeroed, not freed: DDP's buckets hold them, so there is no second copy
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
@@ -473,7 +473,7 @@ def sync_gradients(last):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or fsdp_reshard_after_forward)
-    elif distributed:
+    elif use_ddp:
         model.require_backward_grad_sync = last
 
 
@@ -610,7 +610,8 @@ def on_error(kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
-sys.excepthook = on_error       # a full disk is one line, exit code 1; what was complete stays so
+sys.excepthook = on_error       # a full disk is no fault of ours that a traceback would help to find
+
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 if master_process and not eval_only:
     try:
@@ -695,7 +696,7 @@ signal.signal(signal.SIGINT, on_signal)
 signal.signal(signal.SIGTERM, on_signal)
 model.train()
 X, Y = train_batch(iter_num, 0)
-if distributed and not use_fsdp and not eval_only:
+if use_ddp and not eval_only:
     # DDP lays out its buckets anew after its first backward pass, and sums over ranks in another order from then on;
     # so that comes before the first step, or a resumed run would differ from an unbroken one in the last bits
     zeros = torch.zeros(len(ghosts), batch_size, device=device, requires_grad=True) if use_ghost else None
@@ -748,7 +749,7 @@ while True:
         with torch.no_grad():
             for p, ghost in ghosts:
                 ghost.copy_((p.grad if use_fsdp else mean_over_ranks(p.grad)) / loss_scale)
-        optimizer.zero_grad(set_to_none=not keep_grads)
+        optimizer.zero_grad(set_to_none=not use_ddp)
         model.train()
 
     train_loss, columns = torch.zeros((), device=device), []
@@ -790,7 +791,7 @@ while True:
         scaler.update()
     elif scaler.is_enabled():   # not by what this rank's own gradients held: the scale is the same on all
         scaler.update(loss_scale * scaler.get_backoff_factor())
-    optimizer.zero_grad(set_to_none=not keep_grads)
+    optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's stay in its buckets: freed, the next would be a second copy
 
     if scored and finite:
         mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)

@@ -89,6 +89,24 @@ def test_ghost_linear_is_the_linear_with_dots():
         assert (plain - fused).abs().max() < 1e-13
 
 
+def test_ghost_leaves_float32_gradients_alone():
+    """To the bit on a CPU; on a card within the rounding of other kernels."""
+    (X, Y), grads = batch(6, 32, 96), []
+    for ghost in (False, True):
+        torch.manual_seed(0)
+        gpt = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=96))
+        names = gpt.add_ghost() if ghost else []
+        gpt.to(DEVICE).tie()
+        for name, p in gpt.named_parameters():
+            if 'ghost_' in name:
+                p.data.normal_()
+        s = torch.zeros(len(names), 6, device=DEVICE, requires_grad=True) if ghost else None
+        gpt(X, Y, s).mean().backward()
+        grads.append([p.grad for p in gpt.parameters() if p.requires_grad])
+    limit = 1e-6 if DEVICE == 'cuda' else 0
+    assert max(relative(b, a) for a, b in zip(*grads)) <= limit
+
+
 @needs_triton
 @pytest.mark.parametrize('bias', [False, True])
 def test_a_whole_step_through_the_kernels(monkeypatch, bias):

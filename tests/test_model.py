@@ -28,6 +28,19 @@ def model():
     return build(spread=0.1)
 
 
+def test_bfloat16_gradients_are_float32s(model):
+    """Every parameter's, LayerNorms' too, within a few of bfloat16's roundings."""
+    tokens = torch.randint(0, 40, (64, 25), generator=torch.Generator().manual_seed(0))
+    grads = []
+    for low in (False, True):
+        model.zero_grad()
+        with torch.autocast('cpu', torch.bfloat16, enabled=low):
+            model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    errors = {name: ((grads[1][name] - g).norm() / g.norm()).item() for name, g in grads[0].items()}
+    assert max(errors.values()) < 2e-2, errors
+
+
 def ids(*shape, seed=1, high=40):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 

@@ -166,7 +166,7 @@ class Count(TorchDispatchMode):
 
 
 @pytest.mark.parametrize('mode', ['plain', 'ddp2', 'fsdp2', 'hsdp4'])
-@pytest.mark.parametrize('dtype,tolerance', [('bfloat16', 1e-2), ('float16', 2e-3)])
+@pytest.mark.parametrize('dtype,tolerance', [('bfloat16', 1e-3), ('float16', 1e-3)])
 def test_half_precision(fork, tmp_path, bare, mode, dtype, tolerance):
     launch(fork, tmp_path, mode, '--max_iters=4', f'--dtype={dtype}', *QUICK)
     a, b = log_of(tmp_path / 'out')[0], log_of(bare('plain'))[0]
@@ -307,7 +307,7 @@ def test_gathering_takes_one_copy_of_host_memory(fork, tmp_path):
     out = launch(fork, tmp_path, 'fsdp2', *args, before=AT_SAVING, after=GREW).out
     size = os.path.getsize(tmp_path / 'out' / 'ckpt.pt')
     grew = [int(re.search(rf'GREW {rank} (\d+)', out)[1]) / size for rank in (0, 1)]
-    assert 0.9 < grew[0] < 1.15 and grew[1] < 0.1
+    assert 0.9 < grew[0] < 1.1 and grew[1] < 0.1
 
 
 @pytest.mark.parametrize('mode', MODES)
