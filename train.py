@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import configure
-from data.tokenbins import FULL, hash64, load_meta, shuffled, write_file
+from data.tokenbins import FULL, find_bin, hash64, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
 from scripts.export import newest_checkpoint, read_checkpoint
 from scripts.load_grads import get_checkpoint_metadata, why
@@ -208,22 +208,10 @@ for wrong, message in (
 # resuming needs no stored position, and a sample has a name that lasts: its offset in train.bin.
 bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
 for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dataset or dataset):
-    folder = Path(__file__).resolve().parent / 'data' / name
-    path = (folder if folder.is_dir() else Path(name)) / ('train.bin' if split == 'train' else 'val.bin')
-    if not path.is_file():
-        fail(f'no file {path}' + f' and no folder {folder}' * (path.parent != folder)
-             + ': run its prepare.py, or name another dataset')
     try:
-        meta = metas[split] = load_meta(path.parent)
+        bins[split], metas[split] = find_bin(name, 'train' if split == 'train' else 'val')
     except ValueError as error:
         fail(str(error))
-    itemtype = np.dtype(meta.get('dtype', 'uint16')).newbyteorder('<')
-    tokens, rest = divmod(path.stat().st_size, itemtype.itemsize)
-    recorded = meta.get('splits', {}).get(path.stem, {}).get('tokens', tokens)
-    if rest or tokens != recorded:
-        fail(f'{path} has {path.stat().st_size:,} bytes, not the {recorded:,} {itemtype.name} of its meta.json: '
-             f'prepare {path.parent} again')
-    bins[split] = path, itemtype, tokens
 meta = metas['train']
 if use_ghost and metas['ghost'].get('tokenizer') != meta.get('tokenizer'):
     fail(f'ghost_val_dataset={ghost_val_dataset} was made with another tokenizer than {dataset}: same ids, other words')

@@ -966,6 +966,29 @@ def load_meta(folder):
         raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
 
 
+def find_folder(name):
+    """The folder of a dataset: data/NAME, or NAME itself as a path if there is no such folder in data."""
+    folder = Path(__file__).resolve().parent / name
+    return folder if folder.is_dir() else Path(name)
+
+
+def find_bin(name, split):
+    """((path, dtype, number of tokens), load_meta's record) of a split, "train" or "val", of the dataset of that name.
+    ValueError (one line) when there is no such file, or it is not as long as the record says."""
+    path, own = find_folder(name) / f"{split}.bin", Path(__file__).resolve().parent / name
+    if not path.is_file():
+        raise ValueError(f"no file {path}" + f" and no folder {own}" * (path.parent != own)
+                         + ": run its prepare.py, or name another dataset")
+    meta, size = load_meta(path.parent), path.stat().st_size
+    dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
+    tokens, rest = divmod(size, dtype.itemsize)
+    recorded = meta.get("splits", {}).get(split, {}).get("tokens", tokens)
+    if rest or tokens != recorded:
+        raise ValueError(f"{path} has {size:,} bytes, not the {recorded:,} {dtype.name} of its meta.json: "
+                         f"prepare {path.parent} again")
+    return (path, dtype, tokens), meta
+
+
 # -----------------------------------------------------------------------------
 # the Shakespeares
 

@@ -50,6 +50,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))       # for what train.py imports
 from configurator import configure
+from data.tokenbins import find_folder
 from printing import printing
 FLAGS = {'plain': [], 'ddp': [], 'fsdp': ['--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
 FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',
@@ -338,8 +339,7 @@ def is_prepared(settings):
     exec(text[:text.index('\nconfig, given =')], space)      # the defaults
     configure(space, settings)
     name = space['dataset']
-    folder = ROOT / 'data' / name if (ROOT / 'data' / name).is_dir() else Path(name)
-    there = all((folder / f'{split}.bin').is_file() for split in ('train', 'val'))
+    there = all((find_folder(name) / f'{split}.bin').is_file() for split in ('train', 'val'))
     if not there:
         print(f"bench.py: dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead", file=sys.stderr)
     return there

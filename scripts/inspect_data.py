@@ -14,7 +14,7 @@ from printing import printing
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "data"))
-from tokenbins import get_tokenizer, load_meta
+from tokenbins import find_folder, get_tokenizer, load_meta
 
 BLOCK = 1 << 22  # tokens read at a time, so that memory does not grow with the file
 
@@ -34,8 +34,8 @@ def main():
     args = parser.parse_args()
     if args.top < 1:
         parser.error(f"--top={args.top}: must be at least 1")
-    folder = next((f for f in (ROOT / "data" / args.name, Path(args.name)) if f.is_dir()), None)
-    if folder is None:
+    folder = find_folder(args.name)
+    if not folder.is_dir():
         has = sorted(p.parent.name for p in (ROOT / "data").glob("*/train.bin"))
         parser.error(f"no folder data/{args.name} nor {args.name}; prepared in data: {', '.join(has) or 'none'}")
     bad, tokenizer = [], None
