@@ -36,10 +36,9 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import configure
-from data.tokenbins import FULL, find_bin, hash64, shuffled, write_file
+from data.tokenbins import find_bin, hash64, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
-from scripts.export import newest_checkpoint, read_checkpoint
-from scripts.load_grads import get_checkpoint_metadata, why
+from scripts.run_files import changes, find_start, forget_later, keep_newest, report
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
@@ -292,29 +291,10 @@ try:
     if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
         leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
                      if (out / p).exists()]
-        if init_from in ('resume', 'auto'):
-            checkpoint = newest_checkpoint(out_dir)
-        if checkpoint is not None and os.path.isdir(checkpoint):        # sharded: the tensors follow below
-            try:
-                state = json.loads(Path(checkpoint, 'state.json').read_text())
-                get_checkpoint_metadata(checkpoint)
-            except ValueError:
-                raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken')
-        elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
-            state = read_checkpoint(checkpoint or init_from)
-        elif init_from == 'resume':
-            raise ValueError(f'no complete checkpoint in {out_dir}')
-        if checkpoint is not None:
-            args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
-            wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
-            if wrong:
-                raise ValueError(f'{checkpoint} has another {", ".join(wrong)}: leave that out, or use another out_dir')
-            if then and meta.get('tokenizer', then) != then:
-                raise ValueError(f'{checkpoint} has another tokenizer than dataset={dataset}: same ids, other text')
+        checkpoint, state = find_start(init_from, out_dir)
+        if checkpoint is not None:      # of a sharded one the tensors follow below
+            changed = changes(checkpoint, state, config, given, meta, shape_names)
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
-            changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
-                       and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
-            changed += ['the tokens of the dataset'] * ((state.get('meta') or meta).get('splits') != meta.get('splits'))
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
         elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
             raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
@@ -505,15 +485,7 @@ def finish_checkpoint():
     if future is not None:
         future.result()             # an error of the background thread shows here
     if master_process:
-        note = folder.with_name('best.json')
-        if best:
-            write_file(note, json.dumps({'step': folder.name}).encode())
-        keep = json.loads(note.read_text())['step'] if note.is_file() else ''
-        complete = sorted((f.parent for f in folder.parent.glob('step_*/.metadata')), key=lambda p: int(p.name[5:]))
-        for old in complete[:-keep_checkpoints] if keep_checkpoints else []:
-            if old.name != keep:
-                (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
-                shutil.rmtree(old)
+        keep_newest(folder, best, keep_checkpoints)
 
 
 def save_checkpoint(last, best):
@@ -591,16 +563,8 @@ def dump_gradients(folder):
     say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - start:.2f} s')
 
 
-def on_error(kind, error, trace):
-    if why(error) in map(os.strerror, FULL):
-        print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = on_error       # a full disk is no fault of ours that a traceback would help to find
-
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
+sys.excepthook = partial(report, out_dir)       # a full disk is told in one line
 if master_process and not eval_only:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -620,15 +584,8 @@ if master_process and not eval_only:
     for folder in [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
         folder.mkdir(exist_ok=True)
     write_file(out / 'config.json', json.dumps(config, indent=1).encode())
-    if checkpoint is not None:      # drop what a killed run logged after its last checkpoint: it will happen again
-        lines = (out / 'log.jsonl').read_text().splitlines() if (out / 'log.jsonl').is_file() else []
-        again = iter_num % eval_interval == 0 or iter_num >= max_iters      # evaluated first thing
-        lines = [line + '\n' for line in lines if line.endswith('}')
-                 and json.loads(line)['iter'] < iter_num + ('val_loss' in line and not again)]
-        write_file(out / 'log.jsonl', ''.join(lines).encode())
-        for path in dots_dir.glob('iter_*.safetensors'):
-            if int(path.stem[5:]) > iter_num:
-                path.unlink()
+    if checkpoint is not None:
+        forget_later(out, iter_num, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
     if use_ghost and not ghost_val_resample:
         offsets = val_offsets(0)
         X, Y = read_windows('ghost', offsets)

@@ -1,0 +1,84 @@
+"""The files in a run's out_dir, for train.py's rank 0: where to go on, what fits no longer, what is to be deleted."""
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from data.tokenbins import FULL, write_file
+from scripts.export import newest_checkpoint, read_checkpoint
+from scripts.load_grads import get_checkpoint_metadata, why
+
+
+def find_start(init_from, out_dir):
+    """(checkpoint, state): the path of the newest checkpoint in out_dir, None if there is none or init_from asks for
+    something else; and what it holds, or the pretrained weights that init_from names, or {}.
+
+    state is read_checkpoint's dict, of a sharded checkpoint without the tensors: every rank reads its part of those.
+    Raises ValueError (one line) if a checkpoint is torn, or if there is none to resume.
+    """
+    checkpoint = newest_checkpoint(out_dir) if init_from in ('resume', 'auto') else None
+    if checkpoint is not None and os.path.isdir(checkpoint):
+        try:
+            state = json.loads(Path(checkpoint, 'state.json').read_text())
+            get_checkpoint_metadata(checkpoint)
+        except ValueError:
+            raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken') from None
+        return checkpoint, state
+    if checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
+        return checkpoint, read_checkpoint(checkpoint or init_from)
+    if init_from == 'resume':
+        raise ValueError(f'no complete checkpoint in {out_dir}')
+    return None, {}
+
+
+def changes(checkpoint, state, config, given, meta, shape_names):
+    """What has changed since a checkpoint, whose dict is `state`, was written: a list of phrases.
+
+    config, given: today's settings, and the names of those the user has set; meta: the record of today's training data.
+    Raises ValueError (one line) if the run cannot go on so: with another shape of the model, or another tokenizer.
+    """
+    args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
+    wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
+    if wrong:
+        raise ValueError(f'{checkpoint} has another {", ".join(wrong)}: leave that out, or use another out_dir')
+    if then and meta.get('tokenizer', then) != then:
+        raise ValueError(f'{checkpoint} has another tokenizer than dataset={config["dataset"]}: same ids, other text')
+    changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
+               and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
+    return changed + ['the tokens of the dataset'] * ((state.get('meta') or meta).get('splits') != meta.get('splits'))
+
+
+def forget_later(out, step, evaluates):
+    """Drop what a killed run logged and scored after its last checkpoint, of `step`, since it will happen again; also
+    that step's evaluation, if the run that goes on begins with it."""
+    log = out / 'log.jsonl'
+    lines = log.read_text().splitlines() if log.is_file() else []
+    lines = [line + '\n' for line in lines if line.endswith('}')        # a kill may have cut the last one
+             and json.loads(line)['iter'] < step + ('val_loss' in line and not evaluates)]
+    write_file(log, ''.join(lines).encode())
+    for path in (out / 'grad_dotprods').glob('iter_*.safetensors'):
+        if int(path.stem[5:]) > step:
+            path.unlink()
+
+
+def keep_newest(folder, best, keep):
+    """After ckpt_dcp/step_N is complete: note down if it is the best; delete all but the newest `keep` and the best, 0
+    deletes none."""
+    note = folder.with_name('best.json')
+    if best:
+        write_file(note, json.dumps({'step': folder.name}).encode())
+    best_name = json.loads(note.read_text())['step'] if note.is_file() else ''
+    complete = sorted((f.parent for f in folder.parent.glob('step_*/.metadata')), key=lambda p: int(p.name[5:]))
+    for old in complete[:-keep] if keep else []:
+        if old.name != best_name:
+            (old / '.metadata').unlink()        # first: a half-deleted checkpoint must not count as one
+            shutil.rmtree(old)
+
+
+def report(out_dir, kind, error, trace):
+    """An excepthook, from its second argument on: a full disk is no fault that a traceback would help to find."""
+    if why(error) in map(os.strerror, FULL):
+        print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
