@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from configurator import configure
 from data.tokenbins import find_bin, hash64, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
-from scripts.run_files import changes, find_start, forget_later, keep_newest, report
+from scripts.run_files import changes, excepthook, find_start, forget_later, keep_newest
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
@@ -136,6 +136,15 @@ def fail(message, reports=master_process):
     sys.exit(2)
 
 
+def fail_if(problem):
+    """What rank 0 alone has found, a line or None, ends all ranks; once they are connected."""
+    box = [problem]
+    if distributed:
+        dist.broadcast_object_list(box)
+    if box[0]:
+        fail(box[0])
+
+
 has = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
 if device == 'auto':
     device = 'cuda' if has['cuda'] else 'mps' if has['mps'] else 'cpu'
@@ -195,7 +204,7 @@ for wrong, message in (
         (use_ghost and ghost_rows > batch_size and ghost_rows % batch_size,
          f'ghost_val_batch_size={ghost_val_batch_size} is {ghost_rows} per rank, more than batch_size={batch_size} '
          'and not a multiple of it'),
-        ((math.inf if grad_dump_end_step is None else grad_dump_end_step) < grad_dump_start_step,
+        (grad_dump_end_step is not None and grad_dump_end_step < grad_dump_start_step,
          f'grad_dump_end_step={grad_dump_end_step} comes before grad_dump_start_step={grad_dump_start_step}'),
         (grad_dump and grad_dump_start_step >= max_iters > 0,
          f'grad_dump_start_step={grad_dump_start_step}: the last step of max_iters={max_iters} is {max_iters - 1}')):
@@ -275,31 +284,15 @@ if distributed:     # gloo beside nccl: offloaded tensors and checkpoints are ex
                             device_id=torch.device(device) if gpus else None)
 out = Path(out_dir)
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
-
-
-def fail_if(problem):
-    """What rank 0 alone has found, a line or None, ends all ranks."""
-    box = [problem]
-    if distributed:
-        dist.broadcast_object_list(box)
-    if box[0]:
-        fail(box[0])
-
-
 checkpoint, state, leftovers, dumped, problem = None, {}, [], set(), None
 try:
     if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
-        leftovers = [p for p in ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
-                     if (out / p).exists()]
-        checkpoint, state = find_start(init_from, out_dir)
+        checkpoint, state, leftovers = find_start(init_from, out_dir, overwrite or eval_only)
         if checkpoint is not None:      # of a sharded one the tensors follow below
             changed = changes(checkpoint, state, config, given, meta, shape_names)
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
-        elif leftovers and not (overwrite or eval_only or init_from == 'auto'):
-            raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
-                             'by --init_from=auto, or delete it by --overwrite=True')
-        elif state:         # pretrained
+        elif state:                     # pretrained
             positions = state['model_args']['block_size']
             if block_size > positions:
                 raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
@@ -393,6 +386,8 @@ if use_ddp:
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=fused)
+# FSDP casts by its own policy, the other modes by autocast
+autocast = nullcontext() if dtype == 'float32' or use_fsdp else torch.autocast(device_type, getattr(torch, dtype))
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
 scaler.load_state_dict(state.get('scaler') or scaler.state_dict())
 settings = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
@@ -411,10 +406,8 @@ elif have_optimizer_state:
 for group, values in zip(optimizer.param_groups, settings):
     group.update(values)                # weight decay and betas of today, not the checkpoint's
 del weights, optimizer_state
-ghosts = []     # (parameter, its ghost_*)
-if use_ghost:
-    frozen = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if not p.requires_grad}
-    ghosts = [(params[name], frozen[name]) for name in ghost_names]
+frozen = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if not p.requires_grad}
+ghosts = [(params[name], frozen[name]) for name in ghost_names]     # (parameter, its ghost_*); none without use_ghost
 if scale_lr:
     learning_rate, min_lr = (r * gradient_accumulation_steps for r in (learning_rate, min_lr))
 
@@ -431,10 +424,6 @@ def lr_at(step):
     return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-# FSDP casts by its own policy, the other modes by autocast
-autocast = nullcontext() if dtype == 'float32' or use_fsdp else torch.autocast(device_type, getattr(torch, dtype))
-
-
 def sync_gradients(last):
     """Before a backward pass: the ranks exchange gradients in the last one only."""
     if use_fsdp:
@@ -449,6 +438,18 @@ def mean_over_ranks(tensor):
     if distributed:
         dist.all_reduce(tensor)
     return tensor / world_size
+
+
+def compare_replicas():
+    """Ends the run if copies of a parameter, or of its shards, are not the same bit by bit; all ranks participate."""
+    local = [p.to_local() if use_fsdp else p.detach() for p in params.values()]
+    sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
+    high_low = torch.stack((sums, -sums))
+    dist.all_reduce(high_low, dist.ReduceOp.MAX, mesh['replicate'].get_group() if use_fsdp else None)
+    differ = mean_over_ranks((high_low[0] != -high_low[1]).float())
+    if names := [name for name, d in zip(params, differ.tolist()) if d]:
+        say(f'step {iter_num}: replicas differ in {names[0]}: a faulty device, or code that runs on some ranks only')
+        sys.exit(1)
 
 
 @torch.no_grad()
@@ -474,6 +475,10 @@ def evaluate():
 # ---- saving: everything takes its name only when complete ------------------------------------------------------------
 pending = None      # a sharded checkpoint being written: (future or None, folder, whether it is the best)
 saver_group = dist.new_group(backend='gloo') if distributed and checkpoint_async else None      # apart from training's
+dots_dir, dots_rows = out / 'grad_dotprods', []     # rows: a dict of tensors per scored step, on rank 0
+dump_steps = range(grad_dump_start_step, max_iters if grad_dump_end_step is None else grad_dump_end_step + 1,
+                   grad_dump_step_interval)
+barrier = dist.barrier if distributed else lambda: None     # no rank goes on before all are here
 
 
 def finish_checkpoint():
@@ -515,8 +520,7 @@ def save_checkpoint(last, best):
             shutil.rmtree(folder, ignore_errors=True)       # what a save that died left; complete ones are older
             folder.mkdir(parents=True)
             write_file(folder / 'state.json', json.dumps(rest).encode())
-        if distributed:
-            dist.barrier()
+        barrier()
         save, group = (dcp.async_save, {'process_group': saver_group}) if checkpoint_async else (dcp.save, {})
         future = save(tensors, checkpoint_id=folder, no_dist=not distributed, **group)
         pending = future if checkpoint_async else None, folder, best
@@ -526,7 +530,21 @@ def save_checkpoint(last, best):
         f'training waited {time.perf_counter() - start:.2f} s')
 
 
-dots_dir, dots_rows = out / 'grad_dotprods', []     # rows: a dict of tensors per scored step, on rank 0
+def collect_dots(columns, lr, val_loss, norm):
+    """A scored step becomes a row; columns: a (rows, batch_size) of each micro-batch. All ranks participate."""
+    mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)
+    ranks = [torch.empty_like(mine) for _ in range(world_size)] if distributed else [mine]
+    if distributed:
+        dist.all_gather(ranks, mine)
+    table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
+    if master_process:
+        offsets = torch.from_numpy(train_offsets(iter_num, np.arange(samples_per_step)))
+        coef = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
+        row = dict(iter=torch.tensor(iter_num), offset=offsets, dot_product=table[:-1].sum(0), loss=table[-1])
+        row |= dict(zip(('lr', 'clip_coef', 'val_loss', 'grad_norm'), torch.tensor([lr, coef, val_loss, norm])))
+        row |= {'dot_product_per_param': table[:-1]} if ghost_per_param else {}
+        row |= {'val_offset': torch.from_numpy(val_offsets(iter_num))} if ghost_val_resample else {}
+        dots_rows.append(row)
 
 
 def write_dots():
@@ -544,8 +562,7 @@ def dump_gradients(folder):
     if master_process:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / ('sharded' if grad_dump_save_first_n is None else 'sampled')).mkdir(parents=True)
-    if distributed:
-        dist.barrier()
+    barrier()
     if grad_dump_save_first_n is None:
         gradients = {name: p.grad for name, p in params.items()}
         dcp.save(gradients, checkpoint_id=temporary / 'sharded', no_dist=not distributed)
@@ -556,15 +573,14 @@ def dump_gradients(folder):
             if master_process:
                 content = to_safetensors({'gradient': full[:n].contiguous().cpu()})
                 write_file(temporary / 'sampled' / f'{name}_first{n}.safetensors', content)
-    if distributed:
-        dist.barrier()
+    barrier()
     if master_process:
         os.replace(temporary, folder)
     say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - start:.2f} s')
 
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
-sys.excepthook = partial(report, out_dir)       # a full disk is told in one line
+sys.excepthook = excepthook(out_dir)    # a full disk is told in one line
 if master_process and not eval_only:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -612,8 +628,8 @@ def log(record):
 card = torch.cuda.get_device_name(device) if gpus else device
 peak = peak_flops(card)
 replicas = fsdp_replicate if use_fsdp else world_size
-mode = 'plain' if not distributed else 'DDP' if not use_fsdp else 'FSDP' if fsdp_replicate == 1 else 'HSDP'
-mode += f' {fsdp_replicate} x {world_size // fsdp_replicate}' if mode == 'HSDP' else ''
+hsdp = f'HSDP {fsdp_replicate} x {world_size // fsdp_replicate}'
+mode = 'plain' if not distributed else 'DDP' if use_ddp else 'FSDP' if fsdp_replicate == 1 else hsdp
 held, whole = sum((p.to_local() if use_fsdp else p).numel() for p in params.values()) / 2**18, num_params / 2**18
 say(f'{mode}, {world_size} x {card}, {dtype}, compile {"on" if compile else "off"}, '
     f'fused AdamW {"yes" if fused else "no"}')
@@ -713,8 +729,7 @@ while True:
 
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
-    since, end = iter_num - grad_dump_start_step, math.inf if grad_dump_end_step is None else grad_dump_end_step
-    if grad_dump and since >= 0 == since % grad_dump_step_interval and iter_num <= end and iter_num not in dumped:
+    if grad_dump and iter_num in dump_steps and iter_num not in dumped:
         dump_gradients(out / 'gradient_dumper' / f'step{iter_num}')
     norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)
     norm = (norm.full_tensor() if use_fsdp else norm).to(device)
@@ -739,32 +754,12 @@ while True:
     optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's stay in its buckets: freed, the next would be a second copy
 
     if scored and finite:
-        mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)
-        ranks = [torch.empty_like(mine) for _ in range(world_size)] if distributed else [mine]
-        if distributed:
-            dist.all_gather(ranks, mine)
-        table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
-        if master_process:
-            offsets = torch.from_numpy(train_offsets(iter_num, np.arange(samples_per_step)))
-            coef = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
-            row = dict(iter=torch.tensor(iter_num), offset=offsets, dot_product=table[:-1].sum(0), loss=table[-1])
-            row |= dict(zip(('lr', 'clip_coef', 'val_loss', 'grad_norm'), torch.tensor([lr, coef, val_loss, norm])))
-            row |= {'dot_product_per_param': table[:-1]} if ghost_per_param else {}
-            row |= {'val_offset': torch.from_numpy(val_offsets(iter_num))} if ghost_val_resample else {}
-            dots_rows.append(row)
+        collect_dots(columns, lr, val_loss, norm)
     iter_num += 1
     if iter_num % ghost_save_interval == 0:
         write_dots()
     if replicas > 1 and check_sync_interval and iter_num % check_sync_interval == 0:
-        local = [p.to_local() if use_fsdp else p.detach() for p in params.values()]
-        sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
-        high_low = torch.stack((sums, -sums))
-        dist.all_reduce(high_low, dist.ReduceOp.MAX, mesh['replicate'].get_group() if use_fsdp else None)
-        differ = mean_over_ranks((high_low[0] != -high_low[1]).float()).tolist()
-        if any(differ):
-            name = [n for n, d in zip(params, differ) if d][0]
-            say(f'step {iter_num}: replicas differ in {name}: a faulty device, or code that runs on some ranks only')
-            sys.exit(1)
+        compare_replicas()
     if (iter_num - 1) % log_interval == 0 or iter_num == max_iters:
         seconds = (time.perf_counter() - clock) / (iter_num - timed_from)
         timed_from, clock = iter_num, time.perf_counter()

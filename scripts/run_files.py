@@ -10,26 +10,31 @@ from scripts.export import newest_checkpoint, read_checkpoint
 from scripts.load_grads import get_checkpoint_metadata, why
 
 
-def find_start(init_from, out_dir):
-    """(checkpoint, state): the path of the newest checkpoint in out_dir, None if there is none or init_from asks for
-    something else; and what it holds, or the pretrained weights that init_from names, or {}.
+def find_start(init_from, out_dir, even_if_used):
+    """(checkpoint, state, leftovers): the path of out_dir's newest checkpoint, None if there is none or init_from asks
+    for something else; what it holds, or the pretrained weights that init_from names, or {}; names of a run's files.
 
     state is read_checkpoint's dict, of a sharded checkpoint without the tensors: every rank reads its part of those.
-    Raises ValueError (one line) if a checkpoint is torn, or if there is none to resume.
+    Raises ValueError (one line) if a checkpoint is torn, there is none to resume, or a new run, unless even_if_used,
+    would come upon an earlier one's files.
     """
-    checkpoint = newest_checkpoint(out_dir) if init_from in ('resume', 'auto') else None
+    names = 'ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper'
+    leftovers = [name for name in names if Path(out_dir, name).exists()]
+    checkpoint, state = newest_checkpoint(out_dir) if init_from in ('resume', 'auto') else None, {}
     if checkpoint is not None and os.path.isdir(checkpoint):
         try:
             state = json.loads(Path(checkpoint, 'state.json').read_text())
             get_checkpoint_metadata(checkpoint)
         except ValueError:
             raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken') from None
-        return checkpoint, state
-    if checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
-        return checkpoint, read_checkpoint(checkpoint or init_from)
-    if init_from == 'resume':
+    elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
+        state = read_checkpoint(checkpoint or init_from)
+    elif init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
-    return None, {}
+    if checkpoint is None and leftovers and not (even_if_used or init_from == 'auto'):
+        raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
+                         'by --init_from=auto, or delete it by --overwrite=True')
+    return checkpoint, state, leftovers
 
 
 def changes(checkpoint, state, config, given, meta, shape_names):
@@ -76,9 +81,11 @@ def keep_newest(folder, best, keep):
             shutil.rmtree(old)
 
 
-def report(out_dir, kind, error, trace):
-    """An excepthook, from its second argument on: a full disk is no fault that a traceback would help to find."""
-    if why(error) in map(os.strerror, FULL):
-        print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
+def excepthook(out_dir):
+    """For sys.excepthook: a full disk is one line, for it is no fault that a traceback would help to find."""
+    def report(kind, error, trace):
+        if why(error) in map(os.strerror, FULL):
+            print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+    return report
