@@ -13,6 +13,7 @@ import os
 import re
 import urllib.request
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -382,6 +383,22 @@ class GPT(nn.Module):
                 ghosts.setdefault(p, nn.Parameter(torch.zeros_like(p), requires_grad=False))
                 module.register_parameter(f'ghost_{k}', ghosts[p])
         return names
+
+    def recompute(self, selective):
+        """
+        From now on the blocks forget their forward pass but for its input, and compute it again in the backward pass:
+        less memory, a third more work. selective: the results of matmuls and attention are kept too. Call before
+        compiling or wrapping.
+        """
+        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+        options = {}
+        if selective:
+            attention = [f'_scaled_dot_product_{kind}' for kind in
+                         ('flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
+            kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', *attention)]
+            options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
+        for block in self.transformer.h:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
     def param_groups(self, weight_decay):
         """AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not."""

@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -342,15 +341,7 @@ num_params = raw_model.num_params()
 flops_per_step = raw_model.flops_per_token() * tokens_per_step
 
 if fsdp_activation_checkpointing:       # forget most of the forward pass and compute it again in the backward pass
-    from torch.utils.checkpoint import checkpoint as recompute, create_selective_checkpoint_contexts
-    options = {}
-    if fsdp_activation_checkpointing == 'selective':
-        attention = [f'_scaled_dot_product_{kind}' for kind in
-                     ('flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
-        kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', *attention)]
-        options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
-    for block in raw_model.transformer.h:
-        block.forward = partial(recompute, block.forward, use_reentrant=False, **options)
+    raw_model.recompute(selective=fsdp_activation_checkpointing == 'selective')
 if compile and use_fsdp:                # by parts: between them parameters are gathered
     for block in raw_model.transformer.h:
         block.compile(dynamic=False)
