@@ -45,7 +45,8 @@ torch.serialization.set_crc32_options(False)    # checksums take half of a save'
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here
 init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint, else scratch) |
-                                    # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | a folder in Hugging Face form
+                                    # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | the weights in a folder, in
+                                    # Hugging Face form or with a checkpoint, or in a .pt file
 overwrite = False                   # let a new run delete an earlier run's files in out_dir
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 2000                # steps between evaluations
@@ -92,7 +93,8 @@ scale_lr = False                    # multiply learning_rate and min_lr by world
 # ---- machine ---------------------------------------------------------------------------------------------------------
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
-compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, which takes a minute at the start
+compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, a minute at the start | 'blocks':
+                                    # one by one, as always with FSDP: 1% slower, and soon done if there are many
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
 use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks
@@ -169,7 +171,7 @@ for name, value in config.items():
 for name, values in dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'),
                          backend=('auto', 'nccl', 'gloo'),
                          data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
-                         compile=('auto', True, False)).items():
+                         compile=('auto', True, False, 'blocks')).items():
     if config[name] not in values:
         fail(f'{name}={config[name]!r}: expected {" or ".join(map(repr, values))}')
 ghost_rows = ghost_val_batch_size // world_size     # per rank
@@ -291,7 +293,8 @@ try:
             changed = changes(checkpoint, state, config, given, meta, shape_names)
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
-        elif state:                     # pretrained
+        elif state:                     # pretrained: of a checkpoint of ours the weights only
+            state = {k: state[k] for k in ('model', 'model_args')}
             positions = state['model_args']['block_size']
             if block_size > positions:
                 raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
@@ -342,7 +345,7 @@ flops_per_step = raw_model.flops_per_token() * tokens_per_step
 
 if fsdp_activation_checkpointing:       # forget most of the forward pass and compute it again in the backward pass
     raw_model.recompute(selective=fsdp_activation_checkpointing == 'selective')
-if compile and use_fsdp:                # by parts: between them parameters are gathered
+if compile == 'blocks' or compile and use_fsdp:     # FSDP gathers parameters between them
     for block in raw_model.transformer.h:
         block.compile(dynamic=False)
     raw_model.loss = torch.compile(raw_model.loss, dynamic=False)
@@ -622,7 +625,8 @@ replicas = fsdp_replicate if use_fsdp else world_size
 hsdp = f'HSDP {fsdp_replicate} x {world_size // fsdp_replicate}'
 mode = 'plain' if not distributed else 'DDP' if use_ddp else 'FSDP' if fsdp_replicate == 1 else hsdp
 held, whole = sum((p.to_local() if use_fsdp else p).numel() for p in params.values()) / 2**18, num_params / 2**18
-say(f'{mode}, {world_size} x {card}, {dtype}, compile {"on" if compile else "off"}, '
+compiled = compile if compile == 'blocks' else 'on' if compile else 'off'
+say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, '
     f'fused AdamW {"yes" if fused else "no"}')
 say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + optimizer state: '
     f'{held:.1f} + {held:.1f} + {2 * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {2 * whole:.1f}')

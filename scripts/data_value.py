@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.tokenbins import get_tokenizer, load_meta, write_file
+from data.tokenbins import find_folder, get_tokenizer, load_meta, write_file
 from printing import printing
 
 
@@ -148,7 +148,7 @@ def main():
         fail(error)
     try:
         config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
-        folder, block_size = ROOT / 'data' / config['dataset'], config['block_size']
+        folder, block_size = find_folder(config['dataset']), config['block_size']
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods')
     try:

@@ -84,8 +84,10 @@ def keep_newest(folder, best, keep):
 def excepthook(out_dir):
     """For sys.excepthook: a full disk is one line, for it is no fault that a traceback would help to find."""
     def report(kind, error, trace):
-        if why(error) in map(os.strerror, FULL):
-            print(f'train.py: {out_dir}: {why(error)}: make room; --init_from=auto then goes on', file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, error, trace)
+        cause = why(error)
+        if 'unexpected pos' in cause:       # of the ranks' errors only the words of torch's zip writer get through
+            cause = 'a file could not be written to its end'
+        elif cause not in map(os.strerror, FULL):
+            return sys.__excepthook__(kind, error, trace)
+        print(f'train.py: {out_dir}: {cause}: make room; --init_from=auto then goes on', file=sys.stderr, flush=True)
     return report

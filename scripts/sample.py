@@ -13,7 +13,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 from configurator import configure
-from data.tokenbins import get_tokenizer, load_meta
+from data.tokenbins import find_folder, get_tokenizer, load_meta
 from export import read_checkpoint
 from load_grads import why
 from model import GPT, GPTConfig
@@ -65,7 +65,7 @@ try:
         raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
     checkpoint = read_checkpoint(source)
     dataset = checkpoint['config'].get('dataset')       # nanoGPT's checkpoints do not say more of how to decode
-    meta = checkpoint['meta'] or (load_meta(Path(__file__).resolve().parents[1] / 'data' / dataset) if dataset else {})
+    meta = checkpoint['meta'] or (load_meta(find_folder(dataset)) if dataset else {})
     tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
     if start.startswith('FILE:'):
         try:

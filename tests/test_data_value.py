@@ -77,6 +77,13 @@ def test_known_numbers(tmp_path):
     assert [int(line.split()[1]) for line in worst.splitlines()[1:3]] == [8, 40]
 
 
+def test_dataset_is_a_path_from_here(tmp_path):
+    run = make_run(tmp_path)
+    (run / 'config.json').write_text('{"dataset": "data", "block_size": 8}')
+    data_value(run, cwd=tmp_path)
+    assert [line['text'] for line in read(run / 'data_value')[2]] == ['abcdabcd', 'wxyzwxyz', 'abcdabcd']
+
+
 def test_picture(tmp_path):
     pytest.importorskip('matplotlib')
     run = make_run(tmp_path)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, log_of
+from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of
 from modes_helper import (
     GHOST,
     MODES,
@@ -589,6 +589,18 @@ def torchrun(cwd, *args, nproc, restarts=0, script=TRAIN, wrapper=()):
         *args,
     ]
     return subprocess.run(argv, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=120)
+
+
+def test_a_full_disk_is_told_by_the_ranks(train, fork, tmp_path):
+    """One line from each, no traceback of theirs; the checkpoint before stays, and the run goes on from it."""
+    args = SMALL + ['--use_fsdp=True', SHARDED, '--checkpoint_interval=2', *QUICK]
+    fork(tmp_path, *args, '--max_iters=2', nproc=2)
+    with full_disk(60_000):
+        err = train(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1).err
+    said = [line for line in err.splitlines() if line.startswith('train.py: ')]
+    assert said and all('make room' in line for line in said) and 'inline_container' not in err, err
+    fork(tmp_path, *args, '--max_iters=4', '--init_from=auto', nproc=2)
+    assert list(log_of(tmp_path / 'out')[0]) == [0, 1, 2, 3]
 
 
 def test_torchrun_restarts_by_itself(run, tiny, tmp_path):

@@ -658,11 +658,12 @@ def test_checkpoint_content(base):
     assert c['config']['dropout'] == 0.2 and c['meta']['vocab_size'] == c['model_args']['vocab_size']
 
 
-def test_compiled_run_saves_plain_names(fork, base, tmp_path):
+@pytest.mark.parametrize('how', ['True', 'blocks'])
+def test_compiled_run_saves_plain_names(fork, base, tmp_path, how):
     """torch.compile, with a backend that needs no C++ compiler. What it saves goes on uncompiled."""
     eager = 'import functools; torch.compile = functools.partial(torch.compile, backend="eager")'
-    done = fork(tmp_path, '--out_dir=a', DROPOUT, '--max_iters=10', '--compile=True', before=eager, warn=False)
-    assert 'compile on' in done.out
+    done = fork(tmp_path, '--out_dir=a', DROPOUT, '--max_iters=10', f'--compile={how}', before=eager, warn=False)
+    assert f'compile {"on" if how == "True" else how}' in done.out
     assert ckpt_of(tmp_path / 'a')['model'].keys() == ckpt_of(base / 'random')['model'].keys()
     steps, expected = log_of(tmp_path / 'a')[0], log_of(base / 'random')[0]
     assert [steps[i]['loss'] for i in range(10)] == pytest.approx([expected[i]['loss'] for i in range(10)], rel=2e-6)
@@ -1052,6 +1053,18 @@ def test_pretrained_folder(fork, tmp_path, hf):
     bad = shutil.copytree(folder, tmp_path / 'bad')
     (bad / 'model.safetensors').write_bytes((bad / 'model.safetensors').read_bytes()[:1000])
     assert 'model.safetensors' in fork(tmp_path, *args, f'--init_from={bad}', '--block_size=16', tiny_args=False, rc=2)
+
+
+@pytest.mark.parametrize('source', ['', 'ckpt.pt'])
+def test_a_new_run_from_a_checkpoints_weights(fork, base, tmp_path, source):
+    """Its weights alone: steps, optimizer and best loss start anew, and the context may be shorter."""
+    start = f'--init_from={base / "random" / source}'
+    fork(tmp_path, '--out_dir=a', start, '--max_iters=3', '--weight_decay=0')
+    (steps, evals), (_, before) = log_of(tmp_path / 'a'), log_of(base / 'random')
+    assert list(steps) == [0, 1, 2] and evals[0]['val_loss'] == before[20]['val_loss']
+    assert all(s['step'] == 3 for s in ckpt_of(tmp_path / 'a')['optimizer']['state'].values())
+    fork(tmp_path, '--out_dir=b', start, '--max_iters=1', '--block_size=16')
+    assert ckpt_of(tmp_path / 'b')['model_args']['block_size'] == 16
 
 
 def test_downloads_gpt2(fork, tmp_path, hf):
