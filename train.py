@@ -12,7 +12,8 @@ gradients     ... --grad_dump=True        the gradients of chosen steps, in any 
 go on         ... --init_from=resume      or auto: resume if there is a checkpoint in out_dir, else start
 
 Every global of the next section is set by a config file of `name = value` lines or by --name=value; --help lists them.
-All modes compute the same up to rounding: for one global batch they give the same losses and weights.
+All modes compute the same up to rounding: for one global batch they give the same losses and weights, but for dropout,
+whose masks differ from rank to rank.
 """
 import json
 import math
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from configurator import configure
 from data.tokenbins import find_bin, hash64, shuffled, write_file
 from model import GPT, OPENAI, GPTConfig, peak_flops
-from scripts.run_files import changes, excepthook, find_start, forget_later, keep_newest
+from scripts.run_files import changes, excepthook, find_start, forget_later, keep_newest, must_fit
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
@@ -47,7 +48,8 @@ out_dir = 'out'                     # everything the run writes goes here
 init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint, else scratch) |
                                     # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | the weights in a folder, in
                                     # Hugging Face form or with a checkpoint, or in a .pt file
-overwrite = False                   # let a new run delete an earlier run's files in out_dir
+overwrite = False                   # let a new run delete an earlier run's files in out_dir ('auto' may delete those of
+                                    # one that died before its first checkpoint)
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 2000                # steps between evaluations
 eval_iters = 200                    # batches per split and evaluation
@@ -128,8 +130,8 @@ world_size = int(os.environ.get('WORLD_SIZE', 1)) if distributed else 1
 master_process = rank == 0          # prints, and writes what is not sharded
 
 
-def fail(message, reports=master_process):
-    """End with one line and exit code 2. All ranks find the same fault, as a rule, so one of them reports it."""
+def fail(message, reports=local_rank == 0):
+    """End with one line and exit code 2. All ranks find the same fault, as a rule: one on each machine reports it."""
     if reports:
         print(f'train.py: {message}', file=sys.stderr, flush=True)
     else:
@@ -144,6 +146,13 @@ def fail_if(problem):
         dist.broadcast_object_list(box)
     if box[0]:
         fail(box[0])
+
+
+def say(message, passing=False):
+    """Rank 0 prints a line; on a terminal the next one takes a passing one's place."""
+    live = sys.stdout.isatty()
+    if master_process:
+        print('\r\033[K' * live + message, end='' if live and passing else '\n', flush=True)
 
 
 has = {'cpu': True, 'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
@@ -222,7 +231,8 @@ for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dat
     except ValueError as error:
         fail(str(error))
 meta = metas['train']
-if use_ghost and metas['ghost'].get('tokenizer') != meta.get('tokenizer'):
+words = meta.get('tokenizer', metas['ghost'].get('tokenizer'))  # nanoGPT's folders may not record it
+if use_ghost and metas['ghost'].get('tokenizer', words) != words:
     fail(f'ghost_val_dataset={ghost_val_dataset} was made with another tokenizer than {dataset}: same ids, other words')
 micro_batches = gradient_accumulation_steps // world_size       # per rank and step
 samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
@@ -230,7 +240,7 @@ samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
 
 def train_offsets(step, j):
     """Token offsets, int64 (n,), of samples j (n,) of an optimizer step."""
-    tokens = bins['train'][2]
+    _, _, tokens = bins['train']
     if data_order == 'random':
         return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
     windows = (tokens - 1) // block_size
@@ -240,9 +250,9 @@ def train_offsets(step, j):
 
 def val_offsets(step):
     """Token offsets of the ghost validation samples of all ranks: the same at every step unless they are resampled."""
-    windows = np.uint64(bins['ghost'][2] - block_size)
+    _, _, tokens = bins['ghost']
     draw = hash64(seed, -1 % 2**64, step if ghost_val_resample else 0, np.arange(ghost_val_batch_size))
-    return (draw % windows).astype(np.int64)
+    return (draw % np.uint64(tokens - block_size)).astype(np.int64)
 
 
 def read_windows(split, offsets):
@@ -290,10 +300,12 @@ try:
     if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
         checkpoint, state, leftovers = find_start(init_from, out_dir, overwrite or eval_only)
         if checkpoint is not None:      # of a sharded one the tensors follow below
-            changed = changes(checkpoint, state, config, given, meta, shape_names)
+            must_fit(checkpoint, state, config, given.intersection(shape_names), meta)
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
+            changed = changes(state, config, meta, shape_names)
             print(f'resuming from {checkpoint} at step {state["iter_num"]}', *changed, sep='; ')
         elif state:                     # pretrained: of a checkpoint of ours the weights only
+            must_fit(init_from, state, config, given.intersection(shape_names) - {'block_size'}, meta)
             state = {k: state[k] for k in ('model', 'model_args')}
             positions = state['model_args']['block_size']
             if block_size > positions:
@@ -320,7 +332,7 @@ shape = {k: model_args[k] for k in shape_names}
 config.update(shape)
 globals().update(shape)
 vocab_size = model_args['vocab_size']
-iter_num, best_val_loss = state.get('iter_num', 0), float(state.get('best_val_loss', math.inf))
+iter_num, best_val_loss = state.get('iter_num', 0), state.get('best_val_loss', math.inf)
 start_iter, wandb_id, tokens_per_step = iter_num, state.get('wandb_id'), samples_per_step * block_size
 for split, (path, itemtype, tokens) in bins.items():
     if tokens <= block_size:
@@ -384,7 +396,7 @@ optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_
 autocast = nullcontext() if dtype == 'float32' or use_fsdp else torch.autocast(device_type, getattr(torch, dtype))
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
 scaler.load_state_dict(state.get('scaler') or scaler.state_dict())
-settings = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+todays = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
 if checkpoint is not None and not have_weights:         # sharded: every rank reads its part
     tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model).items() if k in params},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer)}
@@ -397,8 +409,8 @@ if checkpoint is not None and not have_weights:         # sharded: every rank re
     set_optimizer_state_dict(raw_model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
 elif have_optimizer_state:
     set_optimizer_state_dict(raw_model, optimizer, optimizer_state, options=from_rank0)
-for group, values in zip(optimizer.param_groups, settings):
-    group.update(values)                # weight decay and betas of today, not the checkpoint's
+for group, values in zip(optimizer.param_groups, todays):
+    group.update(values)                # weight decay and betas are not the checkpoint's
 del weights, optimizer_state
 frozen = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if not p.requires_grad}
 ghosts = [(params[name], frozen[name]) for name in ghost_names]     # (parameter, its ghost_*); none without use_ghost
@@ -438,12 +450,16 @@ def compare_replicas():
     """Ends the run if copies of a parameter, or of its shards, are not the same bit by bit; all ranks participate."""
     local = [p.to_local() if use_fsdp else p.detach() for p in params.values()]
     sums = torch.stack([p.view(torch.int32).sum(dtype=torch.int64) for p in local]).to(device)
-    high_low = torch.stack((sums, -sums))
+    high_low = torch.stack((sums, -sums))       # the largest of -sums is the smallest of sums: one exchange for both
     dist.all_reduce(high_low, dist.ReduceOp.MAX, mesh['replicate'].get_group() if use_fsdp else None)
     differ = mean_over_ranks((high_low[0] != -high_low[1]).float())
     if names := [name for name, d in zip(params, differ.tolist()) if d]:
         say(f'step {iter_num}: replicas differ in {names[0]}: a faulty device, or code that runs on some ranks only')
+        finish_checkpoint()
         sys.exit(1)
+
+
+stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
 
 
 @torch.no_grad()
@@ -467,7 +483,7 @@ def evaluate():
 
 
 # ---- saving: everything takes its name only when complete ------------------------------------------------------------
-pending = None      # a sharded checkpoint being written: (future or None, folder, whether it is the best)
+pending = None      # a sharded checkpoint being written: (future or None, folder)
 saver_group = dist.new_group(backend='gloo') if distributed and checkpoint_async else None      # apart from training's
 dots_dir, dots_rows = out / 'grad_dotprods', []     # rows: a dict of tensors per scored step, on rank 0
 dump_steps = range(grad_dump_start_step, max_iters if grad_dump_end_step is None else grad_dump_end_step + 1,
@@ -476,15 +492,15 @@ barrier = dist.barrier if distributed else lambda: None     # no rank goes on be
 
 
 def finish_checkpoint():
-    """Wait for a pending checkpoint; note down if it is the best, delete those past keep_checkpoints."""
+    """Wait for a pending checkpoint; delete those past keep_checkpoints."""
     global pending
     if pending is None:
         return
-    (future, folder, best), pending = pending, None
+    (future, folder), pending = pending, None
     if future is not None:
         future.result()             # an error of the background thread shows here
     if master_process:
-        keep_newest(folder, best, keep_checkpoints)
+        keep_newest(folder.parent, keep_checkpoints)
 
 
 def save_checkpoint(last, best):
@@ -509,35 +525,42 @@ def save_checkpoint(last, best):
     elif not full:
         finish_checkpoint()         # two at once would deadlock
         folder = out / 'ckpt_dcp' / f'step_{iter_num}'
-        rest['param_groups'] = tensors['optimizer'].pop('param_groups')
+        rest.update(param_groups=tensors['optimizer'].pop('param_groups'), best=best)
+        resumed = checkpoint is not None and folder == Path(checkpoint)     # which turns out to be the best
         if master_process:
-            shutil.rmtree(folder, ignore_errors=True)       # what a save that died left; complete ones are older
-            folder.mkdir(parents=True)
+            if not resumed:
+                shutil.rmtree(folder, ignore_errors=True)   # what a save that died left
+                folder.mkdir(parents=True)
             write_file(folder / 'state.json', json.dumps(rest).encode())
         barrier()
         save, group = (dcp.async_save, {'process_group': saver_group}) if checkpoint_async else (dcp.save, {})
-        future = save(tensors, checkpoint_id=folder, no_dist=not distributed, **group)
-        pending = future if checkpoint_async else None, folder, best
+        future = None if resumed else save(tensors, checkpoint_id=folder, no_dist=not distributed, **group)
+        pending = future if checkpoint_async else None, folder
         if not checkpoint_async:
             finish_checkpoint()
     say(f'saved step {iter_num} as {" and ".join(["checkpoint"] * last + ["best"] * best)}; '
         f'training waited {time.perf_counter() - start:.2f} s')
 
 
-def collect_dots(columns, lr, val_loss, norm):
+def collect_dots(columns, lr, val_loss, grad_norm):
     """A scored step becomes a row; columns: a (rows, batch_size) of each micro-batch. All ranks participate."""
     mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)
     ranks = [torch.empty_like(mine) for _ in range(world_size)] if distributed else [mine]
     if distributed:
         dist.all_gather(ranks, mine)
     table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
-    if master_process:
+    if not table.isfinite().all():
+        say(f'step {iter_num}: not scored, since the validation gradient overflowed {dtype}')
+    elif master_process:
         offsets = torch.from_numpy(train_offsets(iter_num, np.arange(samples_per_step)))
-        coef = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
-        row = dict(iter=torch.tensor(iter_num), offset=offsets, dot_product=table[:-1].sum(0), loss=table[-1])
-        row |= dict(zip(('lr', 'clip_coef', 'val_loss', 'grad_norm'), torch.tensor([lr, coef, val_loss, norm])))
-        row |= {'dot_product_per_param': table[:-1]} if ghost_per_param else {}
-        row |= {'val_offset': torch.from_numpy(val_offsets(iter_num))} if ghost_val_resample else {}
+        coef = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
+        row = dict(iter=iter_num, lr=lr, clip_coef=coef, val_loss=val_loss, grad_norm=grad_norm)
+        row = {name: torch.tensor(value) for name, value in row.items()}
+        row.update(offset=offsets, dot_product=table[:-1].sum(0), loss=table[-1])
+        if ghost_per_param:
+            row['dot_product_per_param'] = table[:-1]
+        if ghost_val_resample:
+            row['val_offset'] = torch.from_numpy(val_offsets(iter_num))
         dots_rows.append(row)
 
 
@@ -590,7 +613,7 @@ if master_process and not eval_only:
 fail_if(problem)
 if master_process and not eval_only:
     for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
-        (shutil.rmtree if (out / name).is_dir() else os.remove)(out / name)
+        (os.remove if (out / name).is_symlink() or (out / name).is_file() else shutil.rmtree)(out / name)
     for folder in [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
         folder.mkdir(exist_ok=True)
     write_file(out / 'config.json', json.dumps(config, indent=1).encode())
@@ -601,13 +624,6 @@ if master_process and not eval_only:
         X, Y = read_windows('ghost', offsets)
         content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': torch.cat((X, Y[:, -1:]), 1).cpu()})
         write_file(dots_dir / 'valset.safetensors', content)
-live = sys.stdout.isatty()
-
-
-def say(message, passing=False):
-    """Rank 0 prints a line; on a terminal the next one takes a passing one's place."""
-    if master_process:
-        print('\r\033[K' * live + message, end='' if live and passing else '\n', flush=True)
 
 
 def log(record):
@@ -637,9 +653,6 @@ say(f'{max_iters:,} steps see {max_iters * tokens_per_step:,} tokens, '
     + f'; step {iter_num:,} is reached already, so there is nothing to train' * (iter_num >= max_iters))
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
-stop_signal = 0
-
-
 def on_signal(number, frame):   # finish the step, save, exit; the same signal again kills as usual
     global stop_signal
     stop_signal = number
@@ -660,7 +673,8 @@ if use_ddp and not eval_only:
         loss = model(X, Y, zeros)
     loss.mean().backward()
     optimizer.zero_grad(set_to_none=False)
-stopping, saved_at, timed_from, clock = False, start_iter, iter_num, time.perf_counter()
+saved_at = 0 if str(checkpoint).endswith('best.pt') else start_iter     # then ckpt.pt is older
+stopping, timed_from, clock = False, start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
     for group in optimizer.param_groups:
@@ -668,20 +682,18 @@ while True:
 
     done, improved = iter_num >= max_iters, False
     evaluating = (iter_num % eval_interval == 0 or done or eval_only) and not stopping
-    if evaluating and (losses := evaluate()) is None:
+    if evaluating and (means := evaluate()) is None:
         stopping = True
     elif evaluating:
-        improved, best_val_loss = losses['val'] < best_val_loss, min(losses['val'], best_val_loss)
-        say(f'step {iter_num}: train loss {losses["train"]:.4f}, val loss {losses["val"]:.4f}')
-        log(dict(iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=losses['train'], val_loss=losses['val']))
+        improved, best_val_loss = means['val'] < best_val_loss, min(best_val_loss, means['val'])
+        say(f'evaluated after {iter_num} steps: train loss {means["train"]:.4f}, val loss {means["val"]:.4f}')
+        log(dict(iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=means['train'], val_loss=means['val']))
     if eval_only:
         break
-    if checkpoint_interval:
-        last = iter_num % checkpoint_interval == 0 or done or stopping
-    else:
-        last = evaluating and (always_save_checkpoint or improved) or done or stopping
-    if iter_num > saved_at and (last or improved):
-        save_checkpoint(last, improved)
+    due = iter_num % checkpoint_interval == 0 if checkpoint_interval else evaluating and always_save_checkpoint
+    save_last = (due or done or stopping or improved and not checkpoint_interval) and iter_num > saved_at
+    if iter_num > 0 and (save_last or improved):
+        save_checkpoint(save_last, improved)
         saved_at = iter_num
     if done or stopping:
         break
@@ -690,7 +702,8 @@ while True:
 
     if dropout > 0:     # masks depend on (seed, step, rank) alone: a resumed run draws the same
         torch.manual_seed(int(hash64(seed, iter_num, rank)[0] >> np.uint64(1)))
-    loss_scale = scaler.get_scale()     # 1 unless float16
+    loss_scale = scaler.get_scale()     # 1 unless float16; there it is as large as training bears, hence the eighth
+    val_scale = loss_scale * ghost_val_batch_size / samples_per_step / 8 if scaler.is_enabled() else 1
     scored, val_loss = use_ghost and iter_num % ghost_interval == 0, torch.zeros((), device=device)
     if scored:          # ghost_* <- the gradient of the validation loss over all ranks' rows
         model.eval()
@@ -700,11 +713,11 @@ while True:
             sync_gradients(last=i + batch_size >= ghost_rows)
             with autocast:
                 loss = scorer(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_rows
-            scaler.scale(loss).backward()
+            (loss * val_scale).backward()
             val_loss += loss.detach()
         with torch.no_grad():
             for p, ghost in ghosts:
-                ghost.copy_((p.grad if use_fsdp else mean_over_ranks(p.grad)) / loss_scale)
+                ghost.copy_((p.grad if use_fsdp else mean_over_ranks(p.grad)) / val_scale)
         optimizer.zero_grad(set_to_none=not use_ddp)
         model.train()
 
@@ -715,7 +728,8 @@ while True:
         with autocast:
             losses = model(X, Y, zeros)                                 # (batch_size,)
             loss = losses.mean() / micro_batches
-        X, Y = train_batch(*divmod(iter_num * micro_batches + micro + 1, micro_batches))    # while the GPU works
+        following = micro + 1   # fetched while the GPU works
+        X, Y = train_batch(iter_num + following // micro_batches, following % micro_batches)
         scaler.scale(loss).backward()
         train_loss += loss.detach()
         if scored:      # zeros.grad is of the scaled mean loss: undo that, so that values depend on neither
@@ -726,30 +740,32 @@ while True:
         scaler.unscale_(optimizer)
     if grad_dump and iter_num in dump_steps and iter_num not in dumped:
         dump_gradients(out / 'gradient_dumper' / f'step{iter_num}')
-    norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)
-    norm = (norm.full_tensor() if use_fsdp else norm).to(device)
-    # the step's only wait for the GPU; all ranks get the same numbers and so decide alike
+    grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)
+    grad_norm = (grad_norm.full_tensor() if use_fsdp else grad_norm).to(device)
+    # the step's only wait for the GPU, but for a loss scale; all ranks get the same numbers and so decide alike
     stop = torch.full((), stop_signal, device=device)
-    numbers = mean_over_ranks(torch.stack([n.float() for n in (train_loss, val_loss, norm, stop)]))
-    train_loss, val_loss, norm, stopping = numbers.tolist()
-    stopping = stopping > 0
-    finite = math.isfinite(train_loss) and math.isfinite(norm)
-    if not finite and not (scaler.is_enabled() and math.isfinite(train_loss)):      # everyday life of a loss scale
-        say(f'step {iter_num}: loss {train_loss}, gradient norm {norm}: ' + (
+    numbers = mean_over_ranks(torch.stack([n.float() for n in (train_loss, val_loss, grad_norm, stop)]))
+    train_loss, val_loss, grad_norm, stop = numbers.tolist()
+    stopping, finite = stop > 0, math.isfinite(train_loss) and math.isfinite(grad_norm)
+    overflow = scaler.is_enabled() and math.isfinite(train_loss) and loss_scale > 1     # everyday life of a loss scale
+    if not (finite or overflow):
+        say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: ' + (
             'skipped' if on_nonfinite == 'skip' else 'stopped before the update; '
             'try a lower learning_rate, or on_nonfinite=skip to leave such steps out'))
         if on_nonfinite == 'stop':
             write_dots()
+            finish_checkpoint()
             sys.exit(1)
     if finite:
         scaler.step(optimizer)
         scaler.update()
     elif scaler.is_enabled():   # not by what this rank's own gradients held: the scale is the same on all
         scaler.update(loss_scale * scaler.get_backoff_factor())
+        scaler.load_state_dict({**scaler.state_dict(), '_growth_tracker': 0})
     optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's stay in its buckets: freed, the next would be a second copy
 
     if scored and finite:
-        collect_dots(columns, lr, val_loss, norm)
+        collect_dots(columns, lr, val_loss, grad_norm)
     iter_num += 1
     if iter_num % ghost_save_interval == 0:
         write_dots()
@@ -761,15 +777,15 @@ while True:
         mfu = flops_per_step / seconds / (peak * world_size) if peak else None
         memory = torch.cuda.max_memory_allocated() / 2**30 if gpus else None
         left = int(seconds * (max_iters - iter_num))
-        say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {norm:.3f}, {seconds * 1000:.1f} ms, '
+        say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
             f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '
             f'{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
-        log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=train_loss, lr=lr, grad_norm=norm,
+        log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=train_loss, lr=lr, grad_norm=grad_norm,
                  ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu, memory_gib=memory))
     if iter_num == start_iter + 1 and gpus:
         stays, peak_memory = (n / 2**20 for n in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
         say(f'rank 0 after the first step: {stays:,.1f} MiB allocated, peak {peak_memory:,.1f}')
-    if pending and pending[0].done():
+    if pending and (pending[0] is None or pending[0].done()):
         finish_checkpoint()
 
 finish_checkpoint()
@@ -779,5 +795,5 @@ if distributed:
     dist.barrier()      # lets gloo's threads drop their last tensors: in an interpreter that is ending that would abort
     dist.destroy_process_group()
 if stopping:
-    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
+    say(f'stopped by a signal after {iter_num} steps' + '; --init_from=auto goes on from there' * (not eval_only))
     sys.exit(128 + (stop_signal or signal.SIGTERM))

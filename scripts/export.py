@@ -35,12 +35,14 @@ USAGE = 'usage: python scripts/export.py SRC DST --to=full|sharded|hf (--help te
 
 def newest_checkpoint(out_dir):
     """The path of the newest complete checkpoint in an out_dir, or None; of a sharded one .metadata is written last."""
-    inner, full, found = os.path.join(out_dir, 'ckpt_dcp'), os.path.join(out_dir, 'ckpt.pt'), {}
+    inner, best, full = (os.path.join(out_dir, name) for name in ('ckpt_dcp', 'best.pt', 'ckpt.pt'))
+    found = {}
     for name in os.listdir(inner) if os.path.isdir(inner) else []:
         if re.fullmatch(r'step_\d+', name) and os.path.isfile(os.path.join(inner, name, '.metadata')):
             found[int(name[5:])] = os.path.join(inner, name)
-    if os.path.isfile(full):
-        found[read_full(full)['iter_num']] = full
+    for path in (best, full):       # ckpt.pt, if they are of one step; after a kill there may be a best.pt alone
+        if os.path.isfile(path):
+            found[read_full(path)['iter_num']] = path
     return found[max(found)] if found else None
 
 
@@ -113,9 +115,9 @@ def tidy(src, model_args, weights, optimizer):
     """{'model', 'optimizer', 'model_args'} in our form: nanoGPT's prefix, masks and parameter numbers translated."""
     model_args = {'gelu': 'none', 'bias': True, 'dropout': 0.0, **model_args}  # nanoGPT's GELU is the exact one
     weights = {k.removeprefix('_orig_mod.'): v for k, v in weights.items() if not k.endswith('.attn.bias')}
-    known = GPTConfig(**{k: v for k, v in model_args.items() if k in GPTConfig.__dataclass_fields__})
+    model_args = {k: v for k, v in model_args.items() if k in GPTConfig.__dataclass_fields__}
     with torch.device('meta'):
-        expected = {name: tensor.shape for name, tensor in GPT(known).state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in GPT(GPTConfig(**model_args)).state_dict().items()}
     head = weights.setdefault('lm_head.weight', weights.get('transformer.wte.weight'))
     wrong = [k for k in expected.keys() | weights.keys() if getattr(weights.get(k), 'shape', None) != expected.get(k)]
     if wrong:

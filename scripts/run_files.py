@@ -1,6 +1,7 @@
 """The files in a run's out_dir, for train.py's rank 0: where to go on, what fits no longer, what is to be deleted."""
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -37,18 +38,20 @@ def find_start(init_from, out_dir, even_if_used):
     return checkpoint, state, leftovers
 
 
-def changes(checkpoint, state, config, given, meta, shape_names):
-    """What has changed since a checkpoint, whose dict is `state`, was written: a list of phrases.
-
-    config, given: today's settings, and the names of those the user has set; meta: the record of today's training data.
-    Raises ValueError (one line) if the run cannot go on so: with another shape of the model, or another tokenizer.
-    """
+def must_fit(source, state, config, names, meta):
+    """Raises ValueError (one line) if a checkpoint or pretrained model, whose dict is `state`, has another value of one
+    of these settings than config, or another tokenizer than today's training data, whose record is `meta`."""
     args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
-    wrong = [f'{k}={config[k]} (there {args[k]})' for k in shape_names if k in given and config[k] != args[k]]
+    wrong = [f'{k}={config[k]} (there {args[k]})' for k in sorted(names) if config[k] != args[k]]
     if wrong:
-        raise ValueError(f'{checkpoint} has another {", ".join(wrong)}: leave that out, or use another out_dir')
+        raise ValueError(f'{source} has another {", ".join(wrong)}: leave that out, or start from another, '
+                         'or from scratch in another out_dir')
     if then and meta.get('tokenizer', then) != then:
-        raise ValueError(f'{checkpoint} has another tokenizer than dataset={config["dataset"]}: same ids, other text')
+        raise ValueError(f'{source} has another tokenizer than dataset={config["dataset"]}: same ids, other text')
+
+
+def changes(state, config, meta, shape_names):
+    """What has changed since a checkpoint, whose dict is `state`, was written: a list of phrases."""
     changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
                and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
     return changed + ['the tokens of the dataset'] * ((state.get('meta') or meta).get('splits') != meta.get('splits'))
@@ -67,16 +70,13 @@ def forget_later(out, step, evaluates):
             path.unlink()
 
 
-def keep_newest(folder, best, keep):
-    """After ckpt_dcp/step_N is complete: note down if it is the best; delete all but the newest `keep` and the best, 0
-    deletes none."""
-    note = folder.with_name('best.json')
-    if best:
-        write_file(note, json.dumps({'step': folder.name}).encode())
-    best_name = json.loads(note.read_text())['step'] if note.is_file() else ''
-    complete = sorted((f.parent for f in folder.parent.glob('step_*/.metadata')), key=lambda p: int(p.name[5:]))
+def keep_newest(folder, keep):
+    """Delete all complete step_N in ckpt_dcp but the newest `keep` and the best; 0 deletes none."""
+    complete = [f.parent for f in folder.glob('step_*/.metadata') if re.fullmatch(r'step_\d+', f.parent.name)]
+    complete.sort(key=lambda p: int(p.name[5:]))
+    best = [p for p in complete if json.loads((p / 'state.json').read_text()).get('best')] if keep else []
     for old in complete[:-keep] if keep else []:
-        if old.name != best_name:
+        if old not in best[-1:]:
             (old / '.metadata').unlink()        # first: a half-deleted checkpoint must not count as one
             shutil.rmtree(old)
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import log_of, write_dataset
+from conftest import ckpt_of, log_of, write_dataset
 from modes_helper import (
     GHOST,
     MODES,
@@ -338,6 +338,19 @@ def test_fixed_validation_batch_is_fixed(run, tiny):
     assert abs(read_dots(out)['val_loss'][16] - loss) < 1e-5
 
 
+@pytest.mark.parametrize('mode', ['plain', 'fsdp2'])
+def test_float16_scores_whatever_its_loss_scale(fork, tmp_path, mode):
+    """A scale that doubles after every step is at its limit most of the time: values are finite all the same."""
+    double = 'import functools; torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, growth_interval=1)'
+    args = ('--max_iters=50', '--eval_interval=1000', '--eval_iters=1', '--lr_decay_iters=50', '--dtype=float16')
+    result = launch(fork, tmp_path, mode, *GHOST, *args, before=double, after="print('SCALE', g['scaler'].get_scale())")
+    steps, updates = ckpt_of(tmp_path / 'out')['iter_num'], ckpt_of(tmp_path / 'out')['optimizer']['state']
+    taken = int(next(iter(updates.values()))['step'])
+    assert 0 < taken < steps == 50 and 'not scored' not in result.out       # some steps did overflow
+    dots = read_dots(tmp_path / 'out')['dot_product']
+    assert len(dots) == taken and dots.isfinite().all()
+
+
 def test_ghost_val_dataset(fork, tmp_path, tiny, tmp_path_factory):
     other = tmp_path_factory.mktemp('data') / 'other'  # another text in the same characters
     write_dataset(other, (tiny / 'input.txt').read_text()[::-1])
@@ -353,6 +366,15 @@ def test_ghost_val_dataset(fork, tmp_path, tiny, tmp_path_factory):
         *windows(tiny, read_dots(tmp_path / 'out')['offset'][0], 16),
     ).sum(0)
     assert close(read_dots(tmp_path / 'out')['dot_product'][:1].double(), exact[None], 3e-6)
+
+
+def test_ghost_val_dataset_of_unknown_tokens(fork, tmp_path, tiny, tmp_path_factory):
+    """nanoGPT's folders may record no tokenizer: then the ids are taken for the same."""
+    other = tmp_path_factory.mktemp('data') / 'other'
+    write_dataset(other, (tiny / 'input.txt').read_text()[::-1])
+    (other / 'meta.json').unlink()
+    launch(fork, tmp_path, 'plain', *GHOST, f'--ghost_val_dataset={other}', '--max_iters=1', '--eval_iters=1')
+    assert len(read_dots(tmp_path / 'out')['dot_product']) == 1
 
 
 def model_of_seed(out):

@@ -201,7 +201,7 @@ def test_log_and_config(base):
     assert 'MFU n/a' in out and len(re.findall(r'^step \d+: loss', out,
                                                re.M)) == 20 and '\r' not in out and '\033' not in out
     for r in evals.values():
-        assert f'step {r["iter"]}: train loss {r["train_loss"]:.4f}, val loss {r["val_loss"]:.4f}' in out
+        assert f'{r["iter"]} steps: train loss {r["train_loss"]:.4f}, val loss {r["val_loss"]:.4f}' in out
     config = json.loads((base / 'random' / 'config.json').read_text())
     assert config['dropout'] == 0.2 and config['compile'] is False
     assert (config['device'], config['dtype']) == ('cpu', 'float32')
@@ -431,6 +431,32 @@ def test_signal_in_an_evaluation_does_not_wait_for_its_end(fork, base, tmp_path)
     same_run(tmp_path / 'a', base / 'random')
 
 
+@pytest.mark.parametrize('form', [[], ['--checkpoint_format=sharded', '--keep_checkpoints=1'],
+                                  ['--checkpoint_format=sharded', '--keep_checkpoints=1', '--checkpoint_async=True']])
+def test_the_best_is_not_lost_by_a_stop_before_its_evaluation(fork, tmp_path, form):
+    """It is found to be the best by the run that goes on from it, which then gets worse."""
+    fork(tmp_path, '--out_dir=a', *form, rc=143, before=in_evaluation(6 + 4))
+    fork(tmp_path, '--out_dir=a', *form, '--init_from=auto', '--learning_rate=3', '--min_lr=3')
+    evals = {i: r['val_loss'] for i, r in log_of(tmp_path / 'a')[1].items()}
+    assert evals[10] < min(evals[0], evals[20])
+    if form:
+        kept = {p.name: json.loads((p / 'state.json').read_text()) for p in (tmp_path / 'a' / 'ckpt_dcp').iterdir()}
+        assert kept.keys() == {'step_10', 'step_20'}
+        assert (kept['step_10']['best'], kept['step_20']['best']) == (True, False)
+        assert kept['step_10']['best_val_loss'] == kept['step_20']['best_val_loss'] == evals[10]
+    else:
+        best = ckpt_of(tmp_path / 'a', 'best.pt')
+        assert (best['iter_num'], best['best_val_loss']) == (10, evals[10])
+        assert ckpt_of(tmp_path / 'a')['best_val_loss'] == evals[10]
+
+
+def test_goes_on_from_best_pt_if_nothing_is_newer(fork, base, tmp_path):
+    fork(tmp_path, '--out_dir=a', DROPOUT, '--checkpoint_interval=1000', rc=-9, before=at_step(14, KILL))
+    assert not (tmp_path / 'a' / 'ckpt.pt').exists()
+    fork(tmp_path, '--out_dir=a', DROPOUT, '--init_from=auto')
+    same_run(tmp_path / 'a', base / 'random')
+
+
 def test_resuming_takes_the_shape_from_the_checkpoint(fork, copy_of, base, tiny):
     out = copy_of()
     fork(out.parent, f'--out_dir={out}', '--init_from=resume', f'--dataset={tiny}', '--device=cpu', '--batch_size=4',
@@ -503,7 +529,7 @@ def test_resuming_with_another_alphabet(fork, copy_of, tmp_path):
     (lambda f: f.write_text('hello'), ['ckpt.pt']),
     (lambda f: torch.save(torch.nn.Linear(2, 2), f), ['ckpt.pt: torn', 'Linear was not an allowed global by default)']),
     (lambda f: torch.save({'a': 1}, f), ['ckpt.pt']), (lambda f: torch.save([1], f), ['ckpt.pt']),
-    (lambda f: f.unlink(), ['init_from=resume', 'random']),
+    (lambda f: (f.unlink(), (f.parent / 'best.pt').unlink()), ['init_from=resume', 'random']),
     (lambda f: torch.save({k: v for k, v in ckpt_of(f.parent).items() if k != 'optimizer'}, f), ['ckpt.pt']),
     (lambda f: torch.save({**ckpt_of(f.parent), 'model': {}}, f), ['ckpt.pt'])])
 def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words):
@@ -568,6 +594,36 @@ def test_a_new_run_does_not_touch_an_old_one(fork, copy_of):
     assert ckpt_of(out)['iter_num'] == 3 and list(log_of(out)[0]) == [0, 1, 2]
     assert (out / 'notes.txt').read_text() == 'mine'
     assert not (out / 'best.pt').exists() or ckpt_of(out, 'best.pt')['iter_num'] <= 3
+
+
+def test_overwrite_takes_a_link_away_not_what_it_points_to(fork, copy_of, tmp_path):
+    out = copy_of()
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'elsewhere' / 'mine').touch()
+    (out / 'ckpt_dcp').symlink_to(tmp_path / 'elsewhere')
+    fork(out.parent, f'--out_dir={out}', '--overwrite=True', *BARE, '--max_iters=1')
+    assert not (out / 'ckpt_dcp').exists() and (tmp_path / 'elsewhere' / 'mine').exists()
+
+
+def test_every_machine_says_why(fork, tmp_path):
+    """The first rank of the second of two machines: its fault may be its own, such as a dataset that is only here."""
+    env = {'RANK': '1', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2'}
+    assert 'nothere' in fork(tmp_path, '--dataset=nothere', env=env, rc=2)
+
+
+def test_a_validation_loss_that_is_not_finite_is_no_best(fork, base, tmp_path):
+    """Nor does it keep later ones from being the best."""
+    nan = """
+import model
+evaluated, real_forward = [0], model.GPT.forward
+def forward(self, *args):
+    evaluated[0] += not self.training
+    return real_forward(self, *args) * (float('nan') if not self.training and 6 < evaluated[0] <= 12 else 1)
+model.GPT.forward = forward
+"""
+    fork(tmp_path, '--out_dir=a', DROPOUT, before=nan)
+    assert math.isnan(log_of(tmp_path / 'a')[1][10]['val_loss'] or math.nan)
+    same_weights(ckpt_of(tmp_path / 'a', 'best.pt'), ckpt_of(base / 'random', 'best.pt'))
 
 
 def test_overwrite_deletes_nothing_until_all_is_checked(fork, copy_of):
@@ -822,6 +878,13 @@ def test_float16_overflow_lowers_the_scale_and_goes_on(fork, tmp_path):
     assert {float(s['step']) for s in c['optimizer']['state'].values()} == {3.0}
 
 
+def test_float16_does_not_skip_for_ever(fork, tmp_path):
+    """Once the loss scale can not be to blame, a gradient that is not finite stops the run as in any other type."""
+    always = at_step(0, POISON).replace('if steps[0] == 0 + 1', 'if True')
+    done = fork(tmp_path, '--out_dir=a', '--max_iters=30', '--dtype=float16', rc=1, before=always)
+    assert re.search(r'step 16: .*nan', done.out), done.out     # 65536 has been halved 16 times
+
+
 def test_no_wait_per_micro_batch(fork, tmp_path):
     """A number fetched from the device makes the host wait: their count must not grow with accumulation."""
     count = '''
@@ -1065,6 +1128,17 @@ def test_a_new_run_from_a_checkpoints_weights(fork, base, tmp_path, source):
     assert all(s['step'] == 3 for s in ckpt_of(tmp_path / 'a')['optimizer']['state'].values())
     fork(tmp_path, '--out_dir=b', start, '--max_iters=1', '--block_size=16')
     assert ckpt_of(tmp_path / 'b')['model_args']['block_size'] == 16
+
+
+def test_a_pretrained_model_has_to_fit(fork, base, hf, tmp_path):
+    """What the user sets of its shape, and the dataset's characters: --init_from=gpt2 makes no medium of it."""
+    assert 'n_layer=3 (there 2)' in fork(tmp_path, f'--init_from={base / "random"}', '--n_layer=3', rc=2)
+    data = dataset(tmp_path / 'd', np.full(500, 7))
+    line = fork(tmp_path, data, f'--init_from={hf[0]}', '--block_size=16', '--n_head=1', tiny_args=False, rc=2)
+    assert 'n_head=1 (there 2)' in line
+    meta = {'vocab_size': 60, 'tokenizer': {'type': 'char', 'itos': [chr(200 + i) for i in range(60)]}}
+    (tmp_path / 'd' / 'meta.json').write_text(json.dumps(meta))
+    assert 'tokenizer' in fork(tmp_path, data, f'--init_from={base / "random"}', '--n_layer=2', tiny_args=False, rc=2)
 
 
 def test_downloads_gpt2(fork, tmp_path, hf):
