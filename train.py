@@ -21,6 +21,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import nullcontext
@@ -121,6 +122,7 @@ grad_dump_end_step = None           # last step to dump; None: no end
 grad_dump_save_first_n = None       # None: all of every gradient, sharded; an int: its first n rows
 # ----------------------------------------------------------------------------------------------------------------------
 config, given = configure(globals())
+sys.excepthook = excepthook(out_dir)    # a full disk and the like are one line
 
 # ---- ranks and device ------------------------------------------------------------------------------------------------
 distributed = 'RANK' in os.environ  # set by torchrun
@@ -189,7 +191,7 @@ for wrong, message in (
         (not out_dir, 'out_dir is empty: name a folder'),
         (not dataset, 'dataset is empty: name a folder'),
         (not (init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from)),
-         f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)} or a folder'),
+         f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)}, a folder or a .pt file'),
         (wandb_log and find_spec('wandb') is None, 'wandb_log=True needs the package: pip install wandb'),
         (decay_lr and min_lr > learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}: '
          f'--min_lr={learning_rate / 10:g}, or --decay_lr=False'),
@@ -230,6 +232,8 @@ for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dat
         bins[split], metas[split] = find_bin(name, 'train' if split == 'train' else 'val')
     except ValueError as error:
         fail(str(error))
+if bins['train'][0].parent == Path(dataset):
+    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
 meta = metas['train']
 words = meta.get('tokenizer', metas['ghost'].get('tokenizer'))  # nanoGPT's folders may not record it
 if use_ghost and metas['ghost'].get('tokenizer', words) != words:
@@ -298,7 +302,7 @@ shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 checkpoint, state, leftovers, dumped, problem = None, {}, [], set(), None
 try:
     if master_process:      # it alone looks at the disk, and reads or makes weights; the others receive them below
-        checkpoint, state, leftovers = find_start(init_from, out_dir, overwrite or eval_only)
+        checkpoint, state, leftovers = find_start(init_from, out_dir, overwrite, eval_only)
         if checkpoint is not None:      # of a sharded one the tensors follow below
             must_fit(checkpoint, state, config, given.intersection(shape_names), meta)
             dumped = {int(p.name[4:]) for p in (out / 'gradient_dumper').glob('step*') if p.name[4:].isdigit()}
@@ -538,7 +542,8 @@ def save_checkpoint(last, best):
         pending = future if checkpoint_async else None, folder
         if not checkpoint_async:
             finish_checkpoint()
-    say(f'saved step {iter_num} as {" and ".join(["checkpoint"] * last + ["best"] * best)}; '
+    what = ' and '.join(['checkpoint'] * last + ['best'] * best)
+    say(f'{"saving" if pending else "saved"} step {iter_num} as {what}; '
         f'training waited {time.perf_counter() - start:.2f} s')
 
 
@@ -597,10 +602,10 @@ def dump_gradients(folder):
 
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
-sys.excepthook = excepthook(out_dir)    # a full disk is told in one line
 if master_process and not eval_only:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         problem = f'out_dir={out_dir}: {error.strerror}: name a folder that can be written'
     if wandb_log and not problem:

@@ -82,13 +82,14 @@ def read_full(path):
         raise ValueError(f'{path}: {problem}')
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        missing = {'model', 'optimizer', 'model_args', 'iter_num'} - set(ckpt)
+        kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
+        missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
     except Exception as error:  # torch.load fails in many ways; a sentence of it says what is wrong
         text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)  # before that comes advice
         what = text.partition('\n')[0].partition('. ')[0]
         raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
     if missing:
-        raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(sorted(missing))}')
+        raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
     return ckpt
 
 
@@ -137,6 +138,9 @@ def tidy(src, model_args, weights, optimizer):
     for name, entry in optimizer.get('state', {}).items():
         if name not in expected or entry['exp_avg'].shape != expected[name]:
             raise ValueError(f'{src}: optimizer state of {name} does not fit the parameter')
+    without = [name for name in expected if name not in optimizer.get('state', {}) and name != 'lm_head.weight']
+    if optimizer.get('state') and without:
+        raise ValueError(f'{src}: optimizer state of all parameters but {without[0]}')
     return {'model': weights, 'optimizer': optimizer, 'model_args': model_args}
 
 

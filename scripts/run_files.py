@@ -11,13 +11,13 @@ from scripts.export import newest_checkpoint, read_checkpoint
 from scripts.load_grads import get_checkpoint_metadata, why
 
 
-def find_start(init_from, out_dir, even_if_used):
+def find_start(init_from, out_dir, overwrite, eval_only):
     """(checkpoint, state, leftovers): the path of out_dir's newest checkpoint, None if there is none or init_from asks
     for something else; what it holds, or the pretrained weights that init_from names, or {}; names of a run's files.
 
     state is read_checkpoint's dict, of a sharded checkpoint without the tensors: every rank reads its part of those.
-    Raises ValueError (one line) if a checkpoint is torn, there is none to resume, or a new run, unless even_if_used,
-    would come upon an earlier one's files.
+    Raises ValueError (one line) if a checkpoint is torn, there is none to resume, or a new run would come upon an
+    earlier one's files, unless it only evaluates or may overwrite them; what it starts from it may not.
     """
     names = 'ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper'
     leftovers = [name for name in names if Path(out_dir, name).exists()]
@@ -26,13 +26,17 @@ def find_start(init_from, out_dir, even_if_used):
         try:
             state = json.loads(Path(checkpoint, 'state.json').read_text())
             get_checkpoint_metadata(checkpoint)
-        except ValueError:
+            state['model_args'], state['iter_num'], state['param_groups']
+        except (OSError, ValueError, LookupError, TypeError):
             raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken') from None
     elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
         state = read_checkpoint(checkpoint or init_from)
     elif init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
-    if checkpoint is None and leftovers and not (even_if_used or init_from == 'auto'):
+    source = Path(init_from).resolve() if state and checkpoint is None else Path()
+    if overwrite and not eval_only and source.exists() and Path(out_dir).resolve() in (source, *source.parents):
+        raise ValueError(f'it lies in {out_dir}, which --overwrite=True would empty: another --out_dir')
+    if checkpoint is None and leftovers and not (overwrite or eval_only or init_from == 'auto'):
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
                          'by --init_from=auto, or delete it by --overwrite=True')
     return checkpoint, state, leftovers
@@ -61,12 +65,15 @@ def forget_later(out, step, evaluates):
     """Drop what a killed run logged and scored after its last checkpoint, of `step`, since it will happen again; also
     that step's evaluation, if the run that goes on begins with it."""
     log = out / 'log.jsonl'
-    lines = log.read_text().splitlines() if log.is_file() else []
-    lines = [line + '\n' for line in lines if line.endswith('}')        # a kill may have cut the last one
-             and json.loads(line)['iter'] < step + ('val_loss' in line and not evaluates)]
+    lines = []
+    for line in log.read_text(errors='replace').splitlines() if log.is_file() else []:
+        try:
+            lines += [line + '\n'] * (json.loads(line)['iter'] < step + ('val_loss' in line and not evaluates))
+        except (ValueError, LookupError, TypeError):
+            pass        # a kill may have cut the last one
     write_file(log, ''.join(lines).encode())
     for path in (out / 'grad_dotprods').glob('iter_*.safetensors'):
-        if int(path.stem[5:]) > step:
+        if path.stem[5:].isdigit() and int(path.stem[5:]) > step:
             path.unlink()
 
 
@@ -82,12 +89,14 @@ def keep_newest(folder, keep):
 
 
 def excepthook(out_dir):
-    """For sys.excepthook: a full disk is one line, for it is no fault that a traceback would help to find."""
+    """For sys.excepthook: what the system refuses, such as room on a disk, is one line: a traceback would not help."""
     def report(kind, error, trace):
-        cause = why(error)
+        cause, path = why(error), getattr(error, 'filename', None)
         if 'unexpected pos' in cause:       # of the ranks' errors only the words of torch's zip writer get through
-            cause = 'a file could not be written to its end'
-        elif cause not in map(os.strerror, FULL):
+            cause = os.strerror(FULL[0]) + ', it seems'
+        if cause.startswith(tuple(map(os.strerror, FULL))):
+            path, cause = out_dir, f'{cause}: make room; --init_from=auto then goes on'
+        elif not isinstance(error, OSError) or path is None:
             return sys.__excepthook__(kind, error, trace)
-        print(f'train.py: {out_dir}: {cause}: make room; --init_from=auto then goes on', file=sys.stderr, flush=True)
+        print(f'train.py: {path}: {cause}', file=sys.stderr, flush=True)
     return report

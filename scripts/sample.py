@@ -75,7 +75,7 @@ try:
     ids = tokenizer.encode(start)
     if max(ids, default=0) >= checkpoint['model_args']['vocab_size']:
         raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: '
-                         'it was trained on other tokens and does not say which')
+                         'it was trained on other tokens and does not say which; its ckpt.pt would')
     prompt = torch.tensor(ids, dtype=torch.long, device=device)
     generator = torch.Generator(device).manual_seed(seed)
 except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there

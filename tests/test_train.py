@@ -531,7 +531,10 @@ def test_resuming_with_another_alphabet(fork, copy_of, tmp_path):
     (lambda f: torch.save({'a': 1}, f), ['ckpt.pt']), (lambda f: torch.save([1], f), ['ckpt.pt']),
     (lambda f: (f.unlink(), (f.parent / 'best.pt').unlink()), ['init_from=resume', 'random']),
     (lambda f: torch.save({k: v for k, v in ckpt_of(f.parent).items() if k != 'optimizer'}, f), ['ckpt.pt']),
-    (lambda f: torch.save({**ckpt_of(f.parent), 'model': {}}, f), ['ckpt.pt'])])
+    (lambda f: torch.save({**ckpt_of(f.parent), 'model': {}}, f), ['ckpt.pt']),
+    (lambda f: torch.save({**ckpt_of(f.parent), 'iter_num': '20'}, f), ['ckpt.pt', 'no iter_num']),
+    (lambda f: torch.save({**(c := ckpt_of(f.parent)), 'optimizer': {
+        **c['optimizer'], 'state': dict(list(c['optimizer']['state'].items())[1:])}}, f), ['ckpt.pt', 'wte.weight'])])
 def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words):
     out = copy_of()
     spoil(out / 'ckpt.pt')
@@ -539,11 +542,13 @@ def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words):
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize('name', ['.metadata', '__0_0.distcp', 'state.json'])
+@pytest.mark.parametrize('name', ['.metadata', '__0_0.distcp', 'state.json', '-state.json', '{state.json'])
 def test_resuming_from_a_torn_sharded_checkpoint(fork, tmp_path, name):
     fork(tmp_path, '--out_dir=out', '--checkpoint_format=sharded', '--max_iters=2')
-    torn = tmp_path / 'out' / 'ckpt_dcp' / 'step_2' / name
-    torn.write_bytes(torn.read_bytes()[:40])
+    torn = tmp_path / 'out' / 'ckpt_dcp' / 'step_2' / name.strip('-{')
+    torn.write_bytes(b'{}' if name[0] == '{' else torn.read_bytes()[:40])
+    if name[0] == '-':
+        torn.unlink()
     line = fork(tmp_path, '--out_dir=out', '--init_from=resume', '--max_iters=4', rc=2)
     assert 'step_2' in line and 'torn' in line, line
 
@@ -553,6 +558,16 @@ def test_out_dir_that_can_not_be_made(fork, tmp_path, out_dir):
     (tmp_path / 'file').write_text('mine')
     assert 'out_dir=file' in fork(tmp_path, f'--out_dir={out_dir}', rc=2)
     assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_what_the_system_refuses_is_one_line(train, copy_of):
+    """Here a folder in a file's place; and a log with lines of others is no obstacle."""
+    out = copy_of()
+    (out / 'best.pt').unlink(), (out / 'best.pt').mkdir()
+    with open(out / 'log.jsonl', 'ab') as f:
+        f.write(b'{"mine": 1}\n[2]\n\xff\xfe\n{"iter": 2')
+    done = train(out.parent, f'--out_dir={out}', DROPOUT, '--init_from=resume', '--max_iters=30', rc=None)
+    assert done.codes != [0] and done.err.count('\n') == 1 and 'best.pt' in done.err, done.err
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint(train, copy_of):
@@ -594,6 +609,14 @@ def test_a_new_run_does_not_touch_an_old_one(fork, copy_of):
     assert ckpt_of(out)['iter_num'] == 3 and list(log_of(out)[0]) == [0, 1, 2]
     assert (out / 'notes.txt').read_text() == 'mine'
     assert not (out / 'best.pt').exists() or ckpt_of(out, 'best.pt')['iter_num'] <= 3
+
+
+def test_overwrite_does_not_delete_what_the_run_starts_from(fork, copy_of):
+    out = copy_of()
+    for source in (out, out / 'best.pt'):
+        line = fork(out.parent, f'--out_dir={out}', f'--init_from={source}', '--overwrite=True', rc=2)
+        assert 'another --out_dir' in line      # and the files are as before
+    fork(out.parent, f'--out_dir={out}', f'--init_from={out}', '--overwrite=True', '--eval_only=True', *SMALL[3:])
 
 
 def test_overwrite_takes_a_link_away_not_what_it_points_to(fork, copy_of, tmp_path):
