@@ -520,7 +520,7 @@ def save_checkpoint(last, best):
                 scaler=scaler.state_dict(), wandb_id=wandb_id)
     if full and master_process:
         tensors['model']['lm_head.weight'] = tensors['model']['transformer.wte.weight']     # one tensor, stored once
-        # best.pt first: after a kill in between the resumed run finds that step to be the best again
+        # best.pt first: after a kill in between it is the newest, and the resumed run writes ckpt.pt at once
         names = ['best.pt'] * best + ['ckpt.pt'] * last
         write_file(out / names[0], lambda f: torch.save({**tensors, **rest}, f))
         if last and best:
@@ -678,7 +678,7 @@ if use_ddp and not eval_only:
         loss = model(X, Y, zeros)
     loss.mean().backward()
     optimizer.zero_grad(set_to_none=False)
-saved_at = 0 if str(checkpoint).endswith('best.pt') else start_iter     # then ckpt.pt is older
+saved_at = 0 if str(checkpoint).endswith('best.pt') else start_iter     # from best.pt: ckpt.pt is older, or missing
 stopping, timed_from, clock = False, start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
