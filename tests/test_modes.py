@@ -374,10 +374,11 @@ def test_best_is_kept(fork, tmp_path):
         '--max_iters=12',
         '--lr_decay_iters=12',
     ]
-    (tmp_path / 'out' / 'ckpt_dcp' / 'step_1_mine').mkdir(parents=True)
-    (tmp_path / 'out' / 'ckpt_dcp' / 'step_1_mine' / '.metadata').touch()     # none of ours: left alone
-    launch(fork, tmp_path, 'fsdp2', *args, '--init_from=auto')
-    shutil.rmtree(tmp_path / 'out' / 'ckpt_dcp' / 'step_1_mine')
+    launch(fork, tmp_path, 'fsdp2', *args[:-2], '--max_iters=2', args[-1])
+    mine = tmp_path / 'out' / 'ckpt_dcp' / 'step_2_mine'  # none of ours: left alone
+    shutil.copytree(mine.with_name('step_2'), mine)
+    launch(fork, tmp_path, 'fsdp2', *args, '--init_from=resume')
+    shutil.rmtree(mine)
     evals = log_of(tmp_path / 'out')[1]
     best = min((i for i in evals if i), key=lambda i: evals[i]['val_loss'])
     assert best < 12 and evals[best]['val_loss'] < evals[0]['val_loss']
@@ -598,7 +599,7 @@ def test_a_full_disk_is_told_by_the_ranks(train, fork, tmp_path):
     fork(tmp_path, *args, '--max_iters=2', nproc=2)
     with full_disk(60_000):
         err = train(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1).err
-    said = [line for line in err.splitlines() if line.startswith('train.py: ')]
+    said = [line for line in err.splitlines() if 'train.py: ' in line]
     assert said and all('make room' in line for line in said) and 'inline_container' not in err, err
     fork(tmp_path, *args, '--max_iters=4', '--init_from=auto', nproc=2)
     assert list(log_of(tmp_path / 'out')[0]) == [0, 1, 2, 3]
