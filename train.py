@@ -49,8 +49,8 @@ out_dir = 'out'                     # everything the run writes goes here
 init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint, else scratch) |
                                     # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | the weights in a folder, in
                                     # Hugging Face form or with a checkpoint, or in a .pt file
-overwrite = False                   # let a new run delete an earlier run's files in out_dir ('auto' may delete those of
-                                    # one that died before its first checkpoint)
+overwrite = False                   # let a new run delete an earlier run's files in out_dir; 'auto' does so unasked if
+                                    # there is no checkpoint, since the run may have died before its first
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 2000                # steps between evaluations
 eval_iters = 200                    # batches per split and evaluation
@@ -473,7 +473,7 @@ def evaluate():
     means = {}
     for split in ('train', 'val'):
         windows, total = bins[split][2] - block_size, torch.zeros((), device=device)
-        for k in range(rank, math.ceil(eval_iters / world_size) * world_size, world_size):
+        for k in range(rank, rank + eval_iters, world_size):
             j = k % eval_iters * batch_size + np.arange(batch_size)
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
@@ -550,7 +550,7 @@ def save_checkpoint(last, best):
 def collect_dots(columns, lr, val_loss, grad_norm):
     """A scored step becomes a row; columns: a (rows, batch_size) of each micro-batch. All ranks participate."""
     mine = torch.stack(columns)                                     # (micro_batches, rows, batch_size)
-    ranks = [torch.empty_like(mine) for _ in range(world_size)] if distributed else [mine]
+    ranks = [mine.clone() for _ in range(world_size)]
     if distributed:
         dist.all_gather(ranks, mine)
     table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
@@ -617,7 +617,11 @@ if master_process and not eval_only:
             problem = f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline'
 fail_if(problem)
 if master_process and not eval_only:
-    for name in leftovers if checkpoint is None else []:    # overwrite=True, or a restart before the first checkpoint
+    if checkpoint is not None:
+        leftovers = []
+    elif leftovers:     # overwrite=True, or a restart before the first checkpoint
+        say(f'starts anew, and deletes {", ".join(leftovers)} in {out_dir}')
+    for name in leftovers:
         (os.remove if (out / name).is_symlink() or (out / name).is_file() else shutil.rmtree)(out / name)
     for folder in [dots_dir] * use_ghost + [out / 'gradient_dumper'] * grad_dump:
         folder.mkdir(exist_ok=True)
@@ -647,8 +651,7 @@ hsdp = f'HSDP {fsdp_replicate} x {world_size // fsdp_replicate}'
 mode = 'plain' if not distributed else 'DDP' if use_ddp else 'FSDP' if fsdp_replicate == 1 else hsdp
 held, whole = sum((p.to_local() if use_fsdp else p).numel() for p in params.values()) / 2**18, num_params / 2**18
 compiled = compile if compile == 'blocks' else 'on' if compile else 'off'
-say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, '
-    f'fused AdamW {"yes" if fused else "no"}')
+say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, fused AdamW {"yes" if fused else "no"}')
 say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + optimizer state: '
     f'{held:.1f} + {held:.1f} + {2 * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {2 * whole:.1f}')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches '
@@ -741,8 +744,7 @@ while True:
             dots = zeros.grad * (micro_batches * batch_size / loss_scale)
             columns.append(torch.cat((dots if ghost_per_param else dots.sum(0, keepdim=True), losses.detach()[None])))
 
-    if scaler.is_enabled():
-        scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)      # nothing unless float16
     if grad_dump and iter_num in dump_steps and iter_num not in dumped:
         dump_gradients(out / 'gradient_dumper' / f'step{iter_num}')
     grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)

@@ -348,9 +348,34 @@ def open_packed(raw, packed):
             import zstandard
         except ImportError:
             fail("reading .zst needs the package zstandard: pip install zstandard", keep=True)
-        return io.BufferedReader(zstandard.ZstdDecompressor(max_window_size=1 << 31).stream_reader(
-            raw, read_across_frames=True, closefd=False), 1 << 20)
+        return io.BufferedReader(Frames(raw, zstandard.ZstdDecompressor(max_window_size=1 << 31)), 1 << 20)
     return raw
+
+
+class Frames(io.RawIOBase):
+    """What the frames of a .zst file hold. EOFError if it ends within one: zstandard's own reader says nothing then."""
+
+    def __init__(self, raw, decompressor):
+        self.raw, self.decompressor, self.frame, self.text = raw, decompressor, None, memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.text:
+            over = self.frame is None or self.frame.eof
+            data = self.frame.unused_data if over and self.frame else b""
+            data = data or self.raw.read(1 << 14)
+            if not data and not over:
+                raise EOFError("they end within a frame")
+            if not data:
+                return 0
+            if over:
+                self.frame = self.decompressor.decompressobj()
+            self.text = memoryview(self.frame.decompress(data))
+        n = min(len(buffer), len(self.text))
+        buffer[:n], self.text = self.text[:n], self.text[n:]
+        return n
 
 
 def pick(row, key, where):

@@ -8,7 +8,8 @@ several processes     python scripts/bench.py --modes=plain,ddp,fsdp --nproc=2 c
 the best micro-batch  python scripts/bench.py --batch_sizes=12,32,60,120 config/train_gpt2.py
 the loader alone      python scripts/bench.py --data
 
-Modes: plain, ddp, fsdp, and each with +ghost; ghost alone is plain+ghost. All else goes to train.py.
+Modes: plain, ddp, fsdp, and each with +ghost; ghost alone is plain+ghost. All else goes to train.py, but weights are
+always new ones (init_from=scratch), and nothing is evaluated or saved on the way.
 Without --dataset the tokens are those of the config files' dataset if that is prepared; if not, random ones of GPT-2's
 vocabulary: for a model with that vocabulary the time is the same, and the loss means nothing.
 
@@ -30,6 +31,7 @@ memory  MiB by which the process has grown after those batches; without psutil i
 import argparse
 import gc
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -51,8 +53,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))       # for what train.py imports
 from configurator import configure
 from data.tokenbins import find_folder
+from load_grads import obstacle
 from printing import printing
-FLAGS = {'plain': [], 'ddp': [], 'fsdp': ['--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
+PLAIN = ['--use_fsdp=False', '--use_ghost=False']       # whatever a config file says
+FLAGS = {'plain': PLAIN, 'ddp': PLAIN, 'fsdp': [*PLAIN, '--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
 FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',
           '--max_iters=1000000000', '--log_interval=1000000000', '--wandb_log=False', '--eval_only=False']
 signal.signal = lambda *_: None     # train.py sets handlers, which a thread may not; Ctrl-C ends the benchmark anyway
@@ -194,6 +198,8 @@ def peer(model_file, ours):
         module = sys.modules['peer_model'] = importlib.util.module_from_spec(spec)      # dataclasses look it up there
         spec.loader.exec_module(module)
         c = SimpleNamespace(**{k: v for k, v in ours.space.items() if not k.startswith('__')})
+        if ours.over:
+            return
         model = module.GPT(module.GPTConfig(vocab_size=c.vocab_size, dropout=c.dropout, **c.shape)).to(c.device)
         optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.device_type)
         model = torch.compile(model) if c.compile else model
@@ -230,6 +236,8 @@ def contest(runners, steps, profile):
             if isinstance(runner.error, SystemExit):    # train.py has said why
                 sys.exit(runner.error.code)
             raise runner.error
+        elif not runner.steps:      # the peer of one that ran out of memory
+            rows.append({'name': runner.name, 'error': 'no batches to run on'})
         else:
             rows.append(figures(runner, runners[0]))
     for runner in runners:
@@ -384,6 +392,8 @@ for path in filter(None, (args.profile, args.json and Path(args.json).resolve().
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f'{path}: {error.strerror}')
+if args.json and (problem := obstacle(args.json, False)):
+    fail(problem)
 on_gpu = torch.cuda.is_available() and not any(s.startswith(('--device=cpu', '--device=mps')) for s in settings)
 card = next((s[14:] for s in settings if s.startswith('--device=cuda:')), os.environ.get('LOCAL_RANK', 0))
 card = f'cuda:{card}'
@@ -431,8 +441,14 @@ with printing(), tempfile.TemporaryDirectory() as folder:
             runner.stop = False
         new = []
         if runners:
-            with open(os.devnull, 'w') as silence, redirect_stdout(silence):
-                new = contest(runners, args.steps, args.profile if os.environ.get('RANK', '0') == '0' else None)
+            said = io.StringIO()
+            try:
+                with redirect_stdout(said):
+                    new = contest(runners, args.steps, args.profile if os.environ.get('RANK', '0') == '0' else None)
+            except SystemExit as end:
+                if end.code == 1:       # a step that was not finite: train.py says so on standard output
+                    print(f'bench.py: {said.getvalue().splitlines()[-1]}', file=sys.stderr)
+                raise
         for mode in modes:
             if not mode.startswith('plain') and not args.child:
                 command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
@@ -467,5 +483,7 @@ if args.json:
     except OSError as error:
         fail(f'{args.json}: {error.strerror}')
 if args.batch_sizes:
-    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'])
-    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}')
+    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'],
+               default=None)
+    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}'
+          if best else 'best: none, all ran out of memory')

@@ -196,7 +196,7 @@ def main():
     print(f'sum of values {total:.4g} nats/token; '
           f'the validation loss fell by {gained:.4g} between the first and the last of these steps')
     print(f'windows of negative value: {np.mean(value < 0):.1%}; half of the sum was reached at step '
-          f'{steps[np.argmax(np.cumsum(rows["value"].sum(1)) >= total / 2)]}\n')
+          f'{steps[np.argmax(np.cumsum(rows["value"].sum(1)) * np.sign(total) >= abs(total) / 2)]}\n')
     print(f'{"domain":<24} {"windows":>10} {"visits":>10} {"value":>12} {"per visit":>12}')
     for row in sorted(table, key=lambda row: -row[4]):
         print('{:<24} {:>10,} {:>10,} {:>12.4g} {:>12.4g}'.format(*row))

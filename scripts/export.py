@@ -65,7 +65,11 @@ def read_checkpoint(src):
         return read_checkpoint(newest)
     else:
         ckpt = read_full(src)
-    return {**ckpt, **tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']),
+    try:
+        ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
+    return {**ckpt,
             'iter_num': ckpt.get('iter_num', 0), 'best_val_loss': float(ckpt.get('best_val_loss', math.inf)),
             'config': ckpt.get('config', {}), 'meta': ckpt.get('meta'), 'scaler': ckpt.get('scaler', {}),
             'wandb_id': ckpt.get('wandb_id')}
@@ -99,7 +103,7 @@ def read_sharded(folder):
         with open(os.path.join(folder, 'state.json'), encoding='utf-8') as file:
             ckpt = json.load(file)
         groups = [{**g, 'betas': tuple(g['betas'])} for g in ckpt.pop('param_groups')]  # JSON has no tuple
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from None
     ckpt.update(model={}, optimizer={'state': {}, 'param_groups': groups})
     for key, tensor in load_keys(folder):

@@ -118,6 +118,8 @@ def main():
         rows = read_ghost(out / 'run')
     except ValueError as error:
         fail(error)
+    if len(rows['iter']) < 10:
+        fail(f'{len(rows["iter"])} scored steps are too few: --max_iters=500', 2)
     offset, value, _, _ = by_window(rows)
     steps, auc_at = np.arange(10, len(rows['iter']) + 1, 10), []
     for step in steps:

@@ -229,7 +229,7 @@ def plot(run, path):
 def run(command, args):
     """Carry out one command of the module's docstring; ValueError with one line where it cannot be done."""
     if command == 'list':
-        tensors = get_checkpoint_metadata(args[0]).state_dict_metadata
+        tensors = find_keys(args[0])[2]
         width = max(map(len, tensors))
         for name, info in tensors.items():
             print(f'{name:{width}}  {tuple(info.size)!s:16} {str(info.properties.dtype).removeprefix("torch.")}')

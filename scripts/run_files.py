@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from data.tokenbins import FULL, write_file
@@ -81,9 +82,12 @@ def keep_newest(folder, keep):
     """Delete all complete step_N in ckpt_dcp but the newest `keep` and the best; 0 deletes none."""
     complete = [f.parent for f in folder.glob('step_*/.metadata') if re.fullmatch(r'step_\d+', f.parent.name)]
     complete.sort(key=lambda p: int(p.name[5:]))
-    best = [p for p in complete if json.loads((p / 'state.json').read_text()).get('best')] if keep else []
+    best = None
+    for path in complete if keep else []:
+        with suppress(OSError, ValueError):     # without state.json it is none to resume from
+            best = path if json.loads((path / 'state.json').read_text()).get('best') else best
     for old in complete[:-keep] if keep else []:
-        if old not in best[-1:]:
+        if old != best:
             (old / '.metadata').unlink()        # first: a half-deleted checkpoint must not count as one
             shutil.rmtree(old)
 

@@ -54,7 +54,8 @@ if device == 'auto':
 if device.startswith('cuda') and not torch.cuda.is_available():
     fail(f'device={device}: this torch ({torch.__version__}) sees no GPU; use --device=cpu')
 if dtype == 'auto':
-    dtype = 'bfloat16' if device.startswith('cuda') and torch.cuda.is_bf16_supported() else 'float32'
+    has_bfloat16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = 'bfloat16' if has_bfloat16 else 'float32'
 if dtype not in ('float32', 'bfloat16', 'float16'):
     fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
 
@@ -73,7 +74,7 @@ try:
         except (OSError, ValueError) as error:
             raise ValueError(f'start={start}: {why(error)}') from None
     ids = tokenizer.encode(start)
-    if max(ids, default=0) >= checkpoint['model_args']['vocab_size']:
+    if tokenizer.vocab_size > checkpoint['model_args']['vocab_size']:
         raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: '
                          'it was trained on other tokens and does not say which; its ckpt.pt would')
     prompt = torch.tensor(ids, dtype=torch.long, device=device)

@@ -481,7 +481,10 @@ def test_what_the_next_try_can_use_is_kept_and_no_more(tmp_path):
     ("a.jsonl", b'{"text": "one"}\n[1]\n', 1, "a.jsonl line 2"), ("a.jsonl", b'{"text": 7}\n', 2, "int, not text"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "one"}\n' * 9999)[:-40], 1, "a.jsonl.gz"),
     ("a.txt.gz", b"no gzip", 1, "a.txt.gz"), ("a.parquet", b"PAR1 not really", 1, "a.parquet"),
-    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"), ("a.txt", b" \n", 1, "no text"),
+    ("a.jsonl.zst", b"no zstandard", 1, "a.jsonl.zst"),
+    ("a.txt.zst", b'(\xb5/\xfd`\x18\x14\xd5\x00\x00\x90One line of text.\n\x01\x00\x06\xaa', 1,
+     "a.txt.zst: the compressed data are damaged"),
+    ("a.txt", b" \n", 1, "no text"),
     ("a.txt", b"a", 1, "val.bin 1, each needs two"), ("a.txt", b"", 1, "no text"),
     ("a.json", b'[\n {\n  "text": "a"\n }\n]', 1, "line by line"), ("a.json", b'[{"text": "a"}]', 1, "line by line")])
 def test_damaged_input_is_one_line(tmp_path, name, data, code, says):

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not args.input:
         fail("--input is missing: the files or folders with your text")
-    if Path(args.name).name != args.name:
+    if Path(args.name).name != args.name or args.name in ("", ".."):
         fail(f"--name {args.name}: a plain name, without folders (--out_dir writes elsewhere)")
     args.out_dir = args.out_dir or Path(__file__).resolve().parents[1] / args.name
     prepare(args)
