@@ -141,3 +141,15 @@ def test_torchrun_and_batch_sizes(tmp_path):
     best = max(rows, key=lambda r: r['tokens_per_s'])
     assert run.stdout.splitlines()[-1] == \
         f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={best["micro_batches"]}'
+
+
+def test_modes_hold_whatever_a_config_file_says(tmp_path):
+    """Its use_fsdp would want torchrun, and its six validation samples, with ghost, fit no micro-batch of four."""
+    (tmp_path / 'all.py').write_text('use_fsdp = True\nuse_ghost = True\nghost_val_batch_size = 6\n')
+    run = bench(tmp_path, 'all.py', '--modes=plain')
+    assert run.returncode == 0 and 'plain' in run.stdout, run.stderr
+
+
+def test_a_step_that_is_not_finite_is_told(tmp_path):
+    run = bench(tmp_path, '--learning_rate=1e18', '--decay_lr=False')
+    assert run.returncode == 1 and 'stopped before the update' in run.stderr.splitlines()[-1], run.stderr
