@@ -444,6 +444,7 @@ def test_ids_above_65535_get_four_bytes(tmp_path):
     ("--input a.jsonl --val_docs=9 --num_docs=9", "--num_docs 9"),
     ("--input a.jsonl --val_docs=5000", "200 documents"), ("--input a.jsonl --num_docs=0", "--num_docs"),
     ("--input a.jsonl --val_docs=2 --val_fraction=0.1", "exclude"), ("--input a.jsonl --name=a/b", "a/b"),
+    ("--input a.jsonl --name=..", "plain name"), ("--input a.jsonl --name=", "plain name"),
     ("--input a.jsonl --tokenizer=gpt3", "gpt2"), ("--input a.jsonl --workers=x", "'x'"), ("--input empty", "empty"),
     ("--input many.jsonl --domain_key=url", "1,000 different"), ("--input x.bin", "not a text file"),
     ("--input a.jsonl --wrokers=2", "--wrokers"), ("--input a.parquet --text_key=body", "only text")])

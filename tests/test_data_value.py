@@ -77,6 +77,15 @@ def test_known_numbers(tmp_path):
     assert [int(line.split()[1]) for line in worst.splitlines()[1:3]] == [8, 40]
 
 
+def test_half_of_a_negative_sum(tmp_path):
+    """Steps add -0.5, -1.5 and 0.5 to -1.5: half of it is passed with the second."""
+    run = make_run(tmp_path)
+    for path in (run / 'grad_dotprods').iterdir():
+        columns = load_file(path)
+        save_file({**columns, 'dot_product': -columns['dot_product']}, path)
+    assert 'half of the sum was reached at step 1\n' in data_value(run).stdout
+
+
 def test_dataset_is_a_path_from_here(tmp_path):
     run = make_run(tmp_path)
     (run / 'config.json').write_text('{"dataset": "data", "block_size": 8}')

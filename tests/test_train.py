@@ -628,6 +628,12 @@ def test_overwrite_takes_a_link_away_not_what_it_points_to(fork, copy_of, tmp_pa
     assert not (out / 'ckpt_dcp').exists() and (tmp_path / 'elsewhere' / 'mine').exists()
 
 
+def test_a_datasets_path_is_kept_for_scripts_that_run_elsewhere(fork, tmp_path, tiny):
+    shutil.copytree(tiny, tmp_path / 'd')
+    fork(tmp_path, '--dataset=d', '--out_dir=a', *BARE, '--max_iters=1')
+    assert json.loads((tmp_path / 'a' / 'config.json').read_text())['dataset'] == str(tmp_path / 'd')
+
+
 def test_every_machine_says_why(fork, tmp_path):
     """The first rank of the second of two machines: its fault may be its own, such as a dataset that is only here."""
     env = {'RANK': '1', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2'}
