@@ -235,8 +235,8 @@ for split, name in ('train', dataset), ('val', dataset), ('ghost', ghost_val_dat
 if bins['train'][0].parent == Path(dataset):
     config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
 meta = metas['train']
-words = meta.get('tokenizer', metas['ghost'].get('tokenizer'))  # nanoGPT's folders may not record it
-if use_ghost and metas['ghost'].get('tokenizer', words) != words:
+tokenizer = meta.get('tokenizer', metas['ghost'].get('tokenizer'))      # nanoGPT's folders may not record it
+if use_ghost and metas['ghost'].get('tokenizer', tokenizer) != tokenizer:
     fail(f'ghost_val_dataset={ghost_val_dataset} was made with another tokenizer than {dataset}: same ids, other words')
 micro_batches = gradient_accumulation_steps // world_size       # per rank and step
 samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
@@ -400,7 +400,7 @@ optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_
 autocast = nullcontext() if dtype == 'float32' or use_fsdp else torch.autocast(device_type, getattr(torch, dtype))
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
 scaler.load_state_dict(state.get('scaler') or scaler.state_dict())
-todays = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+hyperparameters = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
 if checkpoint is not None and not have_weights:         # sharded: every rank reads its part
     tensors = {'model': {k: w for k, w in get_model_state_dict(raw_model).items() if k in params},
                'optimizer': get_optimizer_state_dict(raw_model, optimizer)}
@@ -413,8 +413,8 @@ if checkpoint is not None and not have_weights:         # sharded: every rank re
     set_optimizer_state_dict(raw_model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
 elif have_optimizer_state:
     set_optimizer_state_dict(raw_model, optimizer, optimizer_state, options=from_rank0)
-for group, values in zip(optimizer.param_groups, todays):
-    group.update(values)                # weight decay and betas are not the checkpoint's
+for group, values in zip(optimizer.param_groups, hyperparameters):
+    group.update(values)                # weight decay and betas of today, not the checkpoint's
 del weights, optimizer_state
 frozen = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if not p.requires_grad}
 ghosts = [(params[name], frozen[name]) for name in ghost_names]     # (parameter, its ghost_*); none without use_ghost
@@ -555,7 +555,7 @@ def collect_dots(columns, lr, val_loss, grad_norm):
         dist.all_gather(ranks, mine)
     table = torch.stack(ranks, 2).movedim(0, 1).flatten(1).cpu()    # (rows, samples of the global batch)
     if not table.isfinite().all():
-        say(f'step {iter_num}: not scored, since the validation gradient overflowed {dtype}')
+        say(f'step {iter_num}: not scored, since the validation gradient is not finite in {dtype}')
     elif master_process:
         offsets = torch.from_numpy(train_offsets(iter_num, np.arange(samples_per_step)))
         coef = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
@@ -605,7 +605,7 @@ def dump_gradients(folder):
 if master_process and not eval_only:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
+        tempfile.TemporaryFile(dir=out).close()     # one that is there may be another's
     except OSError as error:
         problem = f'out_dir={out_dir}: {error.strerror}: name a folder that can be written'
     if wandb_log and not problem:
@@ -617,9 +617,7 @@ if master_process and not eval_only:
             problem = f'wandb_log=True: {" ".join(str(error).split())}: run `wandb login`, or set WANDB_MODE=offline'
 fail_if(problem)
 if master_process and not eval_only:
-    if checkpoint is not None:
-        leftovers = []
-    elif leftovers:     # overwrite=True, or a restart before the first checkpoint
+    if leftovers:       # overwrite=True, or a restart before the first checkpoint
         say(f'starts anew, and deletes {", ".join(leftovers)} in {out_dir}')
     for name in leftovers:
         (os.remove if (out / name).is_symlink() or (out / name).is_file() else shutil.rmtree)(out / name)

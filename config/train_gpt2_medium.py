@@ -1,8 +1,8 @@
 # GPT-2 medium, 354.6M parameters, for 8 H100 of 80 GB, 0.5M tokens per step:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_medium.py
 # Each GPU holds weights, gradients and AdamW's two moments in float32: 16 bytes x 354.6M = 5.3 GiB, 0.7 GiB with
-# --use_fsdp=True; activations are 0.8 GiB per sample. On two H200s 60 gave 213,000
-# tokens/s per GPU (53 GiB), 32 gave 208,000.
+# --use_fsdp=True; activations are 0.8 GiB per sample. On two H200s 60 gave 213,000 tokens/s per GPU (53 GiB), and 32
+# 208,500.
 out_dir = 'out-gpt2-medium'
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-medium'

@@ -936,7 +936,7 @@ def hash64(*parts):
 
 
 def shuffled(k, n, seed, epoch):
-    """Where 0 <= k < n, int64 (m,), go in the shuffle of 0 .. n - 1 that belongs to (seed, epoch); epoch an int or (m,).
+    """Where 0 <= k < n, int64 (m,), go in the shuffle of 0 .. n - 1 of (seed, epoch); epoch an int or (m,).
     A Feistel network permutes 0 .. side^2 - 1 without a table; what it sends to n or beyond goes through it again."""
     side = max(2, math.isqrt(n - 1) + 1)
     k, epoch, todo = np.array(k), np.broadcast_to(epoch, np.shape(k)), np.ones(np.shape(k), bool)

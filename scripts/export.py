@@ -69,8 +69,7 @@ def read_checkpoint(src):
         ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
-    return {**ckpt,
-            'iter_num': ckpt.get('iter_num', 0), 'best_val_loss': float(ckpt.get('best_val_loss', math.inf)),
+    return {**ckpt, 'iter_num': ckpt.get('iter_num', 0), 'best_val_loss': float(ckpt.get('best_val_loss', math.inf)),
             'config': ckpt.get('config', {}), 'meta': ckpt.get('meta'), 'scaler': ckpt.get('scaler', {}),
             'wandb_id': ckpt.get('wandb_id')}
 

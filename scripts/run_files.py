@@ -14,7 +14,8 @@ from scripts.load_grads import get_checkpoint_metadata, why
 
 def find_start(init_from, out_dir, overwrite, eval_only):
     """(checkpoint, state, leftovers): the path of out_dir's newest checkpoint, None if there is none or init_from asks
-    for something else; what it holds, or the pretrained weights that init_from names, or {}; names of a run's files.
+    for something else; what it holds, or the pretrained weights that init_from names, or {}; an earlier run's files,
+    by name, that a new run has to delete.
 
     state is read_checkpoint's dict, of a sharded checkpoint without the tensors: every rank reads its part of those.
     Raises ValueError (one line) if a checkpoint is torn, there is none to resume, or a new run would come upon an
@@ -40,7 +41,7 @@ def find_start(init_from, out_dir, overwrite, eval_only):
     if checkpoint is None and leftovers and not (overwrite or eval_only or init_from == 'auto'):
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
                          'by --init_from=auto, or delete it by --overwrite=True')
-    return checkpoint, state, leftovers
+    return checkpoint, state, leftovers if checkpoint is None else []
 
 
 def must_fit(source, state, config, names, meta):
