@@ -11,9 +11,22 @@ import re
 import shutil
 import sys
 import textwrap
+import time
 import tokenize
 
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
+
+
+def fail(message, code=2, every_rank=False):
+    """End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for
+    anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless every_rank
+    says that this fault is one rank's own."""
+    if every_rank or os.environ.get('LOCAL_RANK', '0') == '0':
+        line = f'{os.path.basename(sys.argv[0])}: {message}'
+        print(' '.join(line.split()), file=sys.stderr, flush=True)  # one line, whatever the message quotes
+    else:
+        time.sleep(2)  # torchrun ends all ranks as soon as one has ended: let the line out first
+    sys.exit(code)
 
 
 def configure(namespace, argv=None):
@@ -26,10 +39,6 @@ def configure(namespace, argv=None):
     argv, script = sys.argv[1:] if argv is None else argv, os.path.basename(namespace['__file__'])
     config, comments, sections = read_settings(namespace)
     defaults, given = dict(config), set()
-
-    def fail(message):
-        print(' '.join(f'{script}: {message}'.split()), file=sys.stderr)  # one line, whatever the message quotes
-        sys.exit(2)
 
     def unknown(where, word, problem):
         near = difflib.get_close_matches(word.strip('-').lower().replace('-', '_'), config, n=1, cutoff=0)
@@ -58,7 +67,7 @@ def configure(namespace, argv=None):
         path = next((p for p in (arg, os.path.join(ROOT, arg)) if os.path.isfile(p)), None)
         if path is None:
             fail(f'{arg}: no such config file, neither in {os.getcwd()} nor in {ROOT}')
-        for name, (value, line) in run_config(path, config, fail).items():
+        for name, (value, line) in run_config(path, config).items():
             if name not in config:
                 unknown(f'{path}:{line}', name, f'unknown name {name!r}')
             put(name, value, f'{path}:{line}')
@@ -94,7 +103,7 @@ def read_settings(namespace):
     return found
 
 
-def run_config(path, config, fail):
+def run_config(path, config):
     """Execute a config file with the present values visible; {name: (value, line)} of all it has assigned."""
     # Reads fall back to builtins, so what `left` holds afterwards was put there by the file, be it an unchanged value.
     left = {'__builtins__': {**vars(builtins), **config}, '__name__': '__config__', '__file__': path}

@@ -7,25 +7,16 @@ FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley
 
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """
-import json
 import math
-import os
-import re
-import urllib.request
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.library import triton_op, wrap_triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:     # not on every platform; each kernel has a plain form beside it
-    triton = None
+from kernels import cross_entropy_grad, fast, linear_dots, weight_grad
+
 
 
 @dataclass
@@ -38,87 +29,6 @@ class GPTConfig:
     dropout: float = 0.0       # probability
     bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
-
-
-# ---- two Triton kernels, for passes over memory that torch.compile makes too many of -----------------------------
-
-def fast(x):
-    """Whether the kernels apply to x: bfloat16 on a card. All else takes the plain forms, which are the oracle."""
-    return triton is not None and x.is_cuda and x.dtype == torch.bfloat16
-
-
-if triton:
-    @triton.jit
-    def _cross_entropy(z, y, loss, V, BLOCK: tl.constexpr):     # a program per row, read twice and written once
-        row = tl.program_id(0).to(tl.int64)
-        z += row * V
-        target, cols = tl.load(y + row), tl.arange(0, BLOCK)
-        at_target = tl.load(z + target).to(tl.float32)
-        top, total = -float('inf'), 0.0
-        for i in range(0, V, BLOCK):
-            a = tl.load(z + i + cols, mask=i + cols < V, other=-float('inf')).to(tl.float32)
-            new = tl.maximum(top, tl.max(a))
-            total = total * tl.exp(top - new) + tl.sum(tl.exp(a - new))
-            top = new
-        lse = top + tl.log(total)
-        tl.store(loss + row, lse - at_target)
-        for i in range(0, V, BLOCK):
-            a = tl.load(z + i + cols, mask=i + cols < V, other=0.0).to(tl.float32)
-            tl.store(z + i + cols, tl.exp(a - lse) - tl.where(i + cols == target, 1.0, 0.0), mask=i + cols < V)
-
-    @triton_op('flatgpt::cross_entropy_', mutates_args={'z'})
-    def cross_entropy_(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        y = y.contiguous()      # targets come as a view into the tokens, and the kernel counts rows
-        loss = torch.empty(y.shape, device=z.device, dtype=torch.float32)
-        wrap_triton(_cross_entropy)[(y.numel(),)](z, y, loss, z.size(-1), BLOCK=16384, num_warps=16)
-        return loss
-
-    @triton.jit
-    def _sum_and_dots(dw, G, total, part, B, n, BB: tl.constexpr, BN: tl.constexpr):    # a program per BN weights
-        cols, rows = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BB)
-        g = tl.load(G + cols, mask=cols < n, other=0.0).to(tl.float32)
-        acc = tl.zeros((BB, BN), tl.float32)
-        for i in range(0, B, BB):
-            at = dw + (i + rows).to(tl.int64)[:, None] * n + cols[None, :]
-            a = tl.load(at, mask=(i + rows < B)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
-            acc += a
-            tl.store(part + (i + rows) * tl.num_programs(0) + tl.program_id(0), tl.sum(a * g[None, :], 1),
-                     mask=i + rows < B)
-        tl.store(total + cols, tl.sum(acc, 0), mask=cols < n)
-
-    @triton_op('flatgpt::sum_and_dots', mutates_args={})
-    def sum_and_dots(dw: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        dw, G, blocks = dw.contiguous(), G.contiguous(), triton.cdiv(G.numel(), 1024)
-        total = torch.empty(G.shape, device=G.device, dtype=torch.float32)
-        part = torch.empty((len(dw), blocks), device=G.device, dtype=torch.float32)
-        wrap_triton(_sum_and_dots)[(blocks,)](dw, G, total, part, len(dw), G.numel(), BB=8, BN=1024, num_warps=4)
-        return total, part
-
-
-def cross_entropy_grad(z, y):
-    """z (B,T,V) logits, y (B,T) -> the losses (B,T), and their gradients for z: in z's memory if the kernel applies."""
-    if fast(z):
-        return cross_entropy_(z, y), z
-    a = z.to(torch.promote_types(z.dtype, torch.float32))
-    lse = a.logsumexp(-1, keepdim=True)
-    hit = torch.arange(a.size(-1), device=a.device) == y[..., None]
-    return (lse - a.gather(-1, y[..., None])).squeeze(-1), ((a - lse).exp() - hit.to(a.dtype)).to(z.dtype)
-
-
-def weight_grad(dy, x, G=None):
-    """dy (B,T,n), x (B,T,m), G (n,m) -> sum_i dy_i^T x_i (n,m) and, given G, the dots <dy_i^T x_i, G> (B,)."""
-    if G is not None and fast(dy):     # per-sample gradients live just long enough to be read once
-        dw, part = sum_and_dots(torch.bmm(dy.transpose(1, 2), x), G)
-        return dw, part.sum(1)
-    dw = dy.flatten(0, 1).t() @ x.flatten(0, 1)
-    return dw, None if G is None else linear_dots(dy, x, G)
-
-
-def linear_dots(dy, x, G):
-    """sum_t dy_t . (G x_t) for every sample, (B,), through the narrower of the two sides."""
-    acc, G, x = torch.promote_types(dy.dtype, torch.float32), G.to(dy.dtype), x.to(dy.dtype)
-    a, b = (dy @ G, x) if G.size(0) > G.size(1) else (F.linear(x, G), dy)
-    return (a.to(acc) * b.to(acc)).sum(-1).sum(-1)
 
 
 def low(x):
@@ -460,82 +370,3 @@ def _probabilities(logits, top_k, top_p):   # (B,V) -> (B,V)
         p[p.cumsum(-1) - p >= top_p] = 0    # a token stays while those before it have not reached top_p
         probs = torch.zeros_like(probs).scatter(-1, order, p)
     return probs
-
-
-# ---- speed of light --------------------------------------------------------------------------------------------------
-
-# dense bfloat16 FLOP/s (float16 before Ampere), from the vendors' datasheets; the first name found in the device's wins
-PEAK_FLOPS = {
-    'B200': 2250e12, 'GH200': 989e12, 'H200': 989e12, 'H100 PCIe': 756e12, 'H100 NVL': 835e12, 'H100': 989e12,
-    'H800': 989e12, 'A100': 312e12, 'A800': 312e12, 'L40S': 362e12, 'L40': 181e12, 'L4': 121e12, 'A40': 150e12,
-    'A30': 165e12, 'A10': 125e12, 'A6000': 155e12, 'RTX 6000 Ada': 364e12, 'V100': 125e12, 'T4': 65e12,
-    'RTX 5090': 210e12, 'RTX 4090': 165e12, 'RTX 4080': 97e12, 'RTX 3090': 71e12, 'RTX 3080': 60e12}
-
-
-def peak_flops(device_name):
-    """Peak FLOP/s of a card by its name as torch.cuda.get_device_name() gives it; None if unknown."""
-    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf'\b{name}\b', device_name)), None)
-
-
-# ---- weights in Hugging Face form ------------------------------------------------------------------------------------
-
-# kept as (in, out) there
-TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
-
-
-OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
-
-
-def download_gpt2(name):
-    """Fetch OpenAI's weights, 'gpt2' (0.5 GB) to 'gpt2-xl' (6 GB), once. Returns their folder. Raises OSError."""
-    from data.tokenbins import fetch
-    folder = Path.home() / '.cache' / 'flatgpt' / name
-    for file in ('config.json', 'model.safetensors'):
-        url = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co")}/openai-community/{name}/resolve/main/{file}'
-        if not (folder / file).is_file():
-            try:
-                with urllib.request.urlopen(urllib.request.Request(url, method='HEAD'), timeout=10) as reply:
-                    size = int(reply.headers['Content-Length'])
-            except OSError as error:
-                raise OSError(f'{url}: {error}; fetch it elsewhere and name its folder by --init_from') from None
-            fetch({'url': url, 'size': size, 'sha256': None}, folder / file)
-    return folder
-
-
-def load_hf(path):
-    """
-    Read a GPT-2 folder in Hugging Face form (config.json, model.safetensors), or OpenAI's weights by name ('gpt2-xl').
-    Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported, and
-    OSError if a download fails.
-    """
-    from safetensors.torch import load_file
-    path = download_gpt2(path) if path in OPENAI else Path(path)
-    for name in ('config.json', 'model.safetensors'):
-        if not (path / name).is_file():
-            raise ValueError(f'{path} has no {name}; expected a GPT-2 folder in Hugging Face form')
-    c = json.loads((path / 'config.json').read_text(encoding='utf-8'))
-    gelus = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}
-    gelu = gelus.get(c.get('activation_function', 'gelu_new'))
-    wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
-              'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
-    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c['n_embd'])}
-    if gelu is None or odd:
-        raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
-    model_args = dict(n_layer=c['n_layer'], n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
-                      block_size=c.get('n_positions', 1024), bias=True, gelu=gelu)
-    try:
-        tensors = load_file(path / 'model.safetensors')
-    except Exception as error:      # safetensors has its own kinds
-        raise ValueError(f'{path}/model.safetensors can not be read: {error}') from None
-    state = {}
-    for name, w in tensors.items():
-        name = name.removeprefix('transformer.')
-        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
-            state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
-    state['lm_head.weight'] = state['transformer.wte.weight']
-    with torch.device('meta'):
-        expected = {k: v.shape for k, v in GPT(GPTConfig(**model_args)).state_dict().items()}
-    wrong = [k for k in expected.keys() | state.keys() if k not in state or expected.get(k) != state[k].shape]
-    if wrong:
-        raise ValueError(f'{path}/model.safetensors does not fit its config.json: {", ".join(sorted(wrong)[:3])}')
-    return model_args, state

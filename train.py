@@ -36,10 +36,11 @@ from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 
+from checkpoint import OPENAI, changes, excepthook, find_start, forget_later, keep_newest, must_fit
 from configurator import configure
-from data.tokenbins import find_bin, hash64, shuffled, write_file
-from model import GPT, OPENAI, GPTConfig, peak_flops
-from scripts.run_files import changes, excepthook, find_start, forget_later, keep_newest, must_fit
+from data.bins import find_bin, hash64, shuffled, write_file
+from kernels import peak_flops
+from model import GPT, GPTConfig
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them

@@ -12,12 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import tokenbins
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data import corpus
 
 if __name__ == "__main__":
-    parser = tokenbins.one_line_parser(__doc__)
+    parser = corpus.one_line_parser(__doc__)
     parser.add_argument("paths", nargs="+", help="what prepare.py takes as --input")
-    parser.add_argument("--tokenizer", choices=tokenbins.TOKENIZERS[:4], default="gpt2", help="(gpt2)")
+    parser.add_argument("--tokenizer", choices=corpus.TOKENIZERS[:4], default="gpt2", help="(gpt2)")
     parser.add_argument("--text_key", default="text", help="column or key of the text (text)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes, and threads of the rival (all)")
     parser.add_argument("--rounds", type=int, default=3, help="(3)")
@@ -26,11 +27,11 @@ if __name__ == "__main__":
     if min(args.workers, args.rounds) < 1:
         parser.error("--workers and --rounds must be at least 1")
     name = args.tokenizer
-    texts = [text for _, _, _, text, _, _ in tokenbins.documents(tokenbins.local_files(args.paths), args)]
+    texts = [text for _, _, _, text, _, _ in corpus.documents(corpus.local_files(args.paths), args)]
     try:
-        tokenbins.get_tokenizer(name)  # now its files are in a cache
+        corpus.get_tokenizer(name)  # now its files are in a cache
     except OSError as e:
-        tokenbins.fail(str(e), 1)
+        corpus.fail(str(e), 1)
     import tiktoken
     rival = tiktoken.get_encoding("gpt2" if name == "r50k_base" else name)
     megabytes = sum(len(t.encode("utf-8", "replace")) for t in texts) / 1e6

@@ -52,9 +52,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))       # for what train.py imports
 from configurator import configure
-from data.tokenbins import find_folder
-from load_grads import obstacle
-from printing import printing
+from data.bins import find_folder
+from scripts.common import obstacle, printing
+
 PLAIN = ['--use_fsdp=False', '--use_ghost=False']       # whatever a config file says
 FLAGS = {'plain': PLAIN, 'ddp': PLAIN, 'fsdp': [*PLAIN, '--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
 FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',

@@ -18,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data.tokenbins import find_folder, get_tokenizer, load_meta, write_file
-from printing import printing
+from data.bins import find_folder, load_meta, write_file
+from data.corpus import get_tokenizer
+from scripts.common import printing
 
 
 def fail(message, code=1):

@@ -11,13 +11,10 @@ To it, rows of the embedding that only pad the vocabulary are left out where the
 so that the model fits its tokenizer; a model without biases gets zeros for them, which compute the same.
 """
 import json
-import math
 import os
-import re
 import shutil
 import sys
 import warnings
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,125 +23,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.path.abspath(__file__))]
-from load_grads import load_keys, why  # noqa: E402
-from model import GPT, OPENAI, TRANSPOSED, GPTConfig, load_hf  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import TRANSPOSED, read_checkpoint, why  # noqa: E402
+from scripts.common import printing  # noqa: E402
 
 USAGE = 'usage: python scripts/export.py SRC DST --to=full|sharded|hf (--help tells more)'
-
-
-def newest_checkpoint(out_dir):
-    """The path of the newest complete checkpoint in an out_dir, or None; of a sharded one .metadata is written last."""
-    inner, best, full = (os.path.join(out_dir, name) for name in ('ckpt_dcp', 'best.pt', 'ckpt.pt'))
-    found = {}
-    for name in os.listdir(inner) if os.path.isdir(inner) else []:
-        if re.fullmatch(r'step_\d+', name) and os.path.isfile(os.path.join(inner, name, '.metadata')):
-            found[int(name[5:])] = os.path.join(inner, name)
-    for path in (best, full):       # ckpt.pt, if they are of one step; after a kill there may be a best.pt alone
-        if os.path.isfile(path):
-            found[read_full(path)['iter_num']] = path
-    return found[max(found)] if found else None
-
-
-def read_checkpoint(src):
-    """The checkpoint at `src`, of any form, as the dict of a ckpt.pt; tensors on CPU, a file's mapped, not read.
-
-    Weights have the names and shapes of GPT.state_dict(), checked; optimizer state is by parameter name.
-    src may be the name of OpenAI's weights, such as 'gpt2-xl', too.
-    Raises ValueError (one line) if there is no complete checkpoint of ours, nanoGPT's or GPT-2 in Hugging Face form.
-    """
-    if src in OPENAI or os.path.isfile(os.path.join(src, 'model.safetensors')):
-        model_args, weights = load_hf(src)
-        ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args}
-    elif os.path.isfile(os.path.join(src, '.metadata')):
-        ckpt = read_sharded(src)
-    elif os.path.isdir(src):
-        newest = newest_checkpoint(src)
-        if newest is None:
-            raise ValueError(f'{src}: no ckpt.pt, no complete ckpt_dcp/step_N and no model.safetensors in it')
-        return read_checkpoint(newest)
-    else:
-        ckpt = read_full(src)
-    try:
-        ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
-    return {**ckpt, 'iter_num': ckpt.get('iter_num', 0), 'best_val_loss': float(ckpt.get('best_val_loss', math.inf)),
-            'config': ckpt.get('config', {}), 'meta': ckpt.get('meta'), 'scaler': ckpt.get('scaler', {}),
-            'wandb_id': ckpt.get('wandb_id')}
-
-
-def read_full(path):
-    """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
-    try:
-        with open(path, 'rb') as file:  # torch.save's are zip files, whose directory comes last
-            problem = '' if zipfile.is_zipfile(file) else 'torn, or not a checkpoint'
-    except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise ValueError(f'{path}: {problem}')
-    try:
-        ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
-        missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
-    except Exception as error:  # torch.load fails in many ways; a sentence of it says what is wrong
-        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)  # before that comes advice
-        what = text.partition('\n')[0].partition('. ')[0]
-        raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
-    if missing:
-        raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
-    return ckpt
-
-
-def read_sharded(folder):
-    """The dict of a ckpt_dcp/step_N folder: its tensors, and from state.json the rest."""
-    try:
-        with open(os.path.join(folder, 'state.json'), encoding='utf-8') as file:
-            ckpt = json.load(file)
-        groups = [{**g, 'betas': tuple(g['betas'])} for g in ckpt.pop('param_groups')]  # JSON has no tuple
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from None
-    ckpt.update(model={}, optimizer={'state': {}, 'param_groups': groups})
-    for key, tensor in load_keys(folder):
-        part, _, name = key.partition('.')
-        if part == 'model':
-            ckpt['model'][name] = tensor
-        else:  # optimizer.state.<parameter>.<exp_avg ...>
-            name, _, entry = name.removeprefix('state.').rpartition('.')
-            ckpt['optimizer']['state'].setdefault(name, {})[entry] = tensor
-    return ckpt
-
-
-def tidy(src, model_args, weights, optimizer):
-    """{'model', 'optimizer', 'model_args'} in our form: nanoGPT's prefix, masks and parameter numbers translated."""
-    model_args = {'gelu': 'none', 'bias': True, 'dropout': 0.0, **model_args}  # nanoGPT's GELU is the exact one
-    weights = {k.removeprefix('_orig_mod.'): v for k, v in weights.items() if not k.endswith('.attn.bias')}
-    model_args = {k: v for k, v in model_args.items() if k in GPTConfig.__dataclass_fields__}
-    with torch.device('meta'):
-        expected = {name: tensor.shape for name, tensor in GPT(GPTConfig(**model_args)).state_dict().items()}
-    head = weights.setdefault('lm_head.weight', weights.get('transformer.wte.weight'))
-    wrong = [k for k in expected.keys() | weights.keys() if getattr(weights.get(k), 'shape', None) != expected.get(k)]
-    if wrong:
-        raise ValueError(f'{src}: missing, unknown or of another shape: {", ".join(sorted(wrong)[:3])}')
-    if not torch.equal(head, weights['transformer.wte.weight']):
-        raise ValueError(f'{src}: lm_head.weight differs from transformer.wte.weight; the two are one tensor in GPT-2')
-    weights = {name: weights[name] for name in expected}
-    weights['lm_head.weight'] = weights['transformer.wte.weight']  # one storage, so it is saved once
-    state = optimizer.get('state', {})
-    if 0 in state:  # numbers count the parameters in the order of AdamW's groups: matrices, then vectors
-        order = [name for name in expected if name != 'lm_head.weight']
-        order.sort(key=lambda name: len(expected[name]) < 2)  # a stable sort
-        if len(state) != len(order):
-            raise ValueError(f'{src}: optimizer state of {len(state)} parameters, the model has {len(order)}')
-        optimizer = {'state': {order[i]: entry for i, entry in state.items()}, 'param_groups': [
-            {**group, 'params': [order[i] for i in group['params']]} for group in optimizer['param_groups']]}
-    for name, entry in optimizer.get('state', {}).items():
-        if name not in expected or entry['exp_avg'].shape != expected[name]:
-            raise ValueError(f'{src}: optimizer state of {name} does not fit the parameter')
-    without = [name for name in expected if name not in optimizer.get('state', {}) and name != 'lm_head.weight']
-    if optimizer.get('state') and without:
-        raise ValueError(f'{src}: optimizer state of all parameters but {without[0]}')
-    return {'model': weights, 'optimizer': optimizer, 'model_args': model_args}
 
 
 def write_full(ckpt, path):
@@ -242,7 +125,6 @@ def export(src, dst, to):
 
 
 if __name__ == '__main__':
-    from printing import printing
     if '-h' in sys.argv or '--help' in sys.argv:
         print(__doc__.strip())
         sys.exit(0)

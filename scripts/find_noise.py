@@ -18,9 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_value import ROOT, by_window, read_ghost
-from data.tokenbins import load_meta, write_file
-from printing import printing
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from data.bins import load_meta, write_file
+from scripts.common import printing
+from scripts.data_value import by_window, read_ghost
 
 BLOCK, WINDOWS, STEPS, SEED = 128, 500, 500, 0
 SETTINGS = dict(device='cpu', compile=False, use_ghost=True, ghost_val_batch_size=32, ghost_save_interval=50,

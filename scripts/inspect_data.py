@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from printing import printing
-
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "data"))
-from tokenbins import find_folder, get_tokenizer, load_meta
+sys.path.insert(0, str(ROOT))
+from data.bins import find_folder, load_meta
+from data.corpus import get_tokenizer
+from scripts.common import printing
 
 BLOCK = 1 << 22  # tokens read at a time, so that memory does not grow with the file
 

@@ -8,133 +8,20 @@ python scripts/load_grads.py follow RUN NAME [NAME ...]         parameters over 
 python scripts/load_grads.py export STEP FILE.safetensors [NAME ...]   all parameters, or those named, in one new file
 python scripts/load_grads.py plot RUN FILE.png                  norms by layer over the steps
 """
-import difflib
-import io
 import math
 import os
-import pathlib
-import pickle
 import re
 import sys
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import filesystem, metadata
 
-SAMPLED = re.compile(r'(.+)_first(\d+)\.safetensors')  # <param>_first<n>.safetensors: rows 0..n-1 of its gradient
-DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import find_keys, get_checkpoint_metadata, load_keys  # noqa: E402, F401
+from scripts.common import obstacle, printing, replace_file  # noqa: E402
+
 COMMANDS = {'list': (1, 1), 'norms': (1, 1), 'compare': (2, 2), 'follow': (2, 99), 'export': (2, 999), 'plot': (2, 2)}
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Builds only what torch.distributed.checkpoint writes into .metadata, so that a file cannot run code."""
-
-    def find_class(self, module, name):
-        if module.startswith('pathlib'):  # where it was once saved; a Windows path on Linux must not fail
-            return pathlib.PurePath
-        if name == '_StorageInfo':  # also under the name of OLMo-core's own writer
-            return filesystem._StorageInfo
-        found = getattr({'torch': torch, metadata.__name__: metadata}.get(module), name, None)
-        ours = found is torch.Size or getattr(found, '__module__', '') == metadata.__name__
-        if ours or isinstance(found, torch.dtype):
-            return found
-        if (module, name) == ('torch.serialization', '_get_layout'):
-            return torch.serialization._get_layout
-        raise pickle.UnpicklingError(f'{module}.{name} does not belong there')
-
-
-def find_dump(path):
-    """The folder of a dump's files: `path` itself, or `sharded` or `sampled` in it. ValueError if there is none."""
-    for folder in (path, os.path.join(path, 'sharded'), os.path.join(path, 'sampled')):
-        if os.path.isdir(folder):
-            names = os.listdir(folder)
-            if '.metadata' in names or any(SAMPLED.fullmatch(name) for name in names):
-                return folder
-            if any(name.endswith('.distcp') for name in names):
-                raise ValueError(f'{folder}: has no .metadata: writing it was not finished, or the file was lost')
-    raise ValueError(f'{path}: no gradient dump (neither .metadata nor *_first<n>.safetensors); steps are in '
-                     'out_dir/gradient_dumper/stepN')
-
-
-def get_checkpoint_metadata(dir):
-    """The torch.distributed.checkpoint Metadata of a dump; no tensor is read.
-
-    `.state_dict_metadata[name]` has `.size` and `.properties.dtype`; for a sampled dump those of the rows it holds.
-    `dir`: stepN, or its sharded or sampled folder. Raises ValueError (one line) where .metadata is missing or torn.
-    """
-    folder = find_dump(dir)
-    if os.path.exists(os.path.join(folder, '.metadata')):
-        with open(os.path.join(folder, '.metadata'), 'rb') as file:
-            try:
-                return MetadataUnpickler(file).load()
-            except Exception as error:  # a torn pickle fails in many ways
-                raise ValueError(f'{folder}/.metadata: torn or not a checkpoint ({error})') from None
-    tensors, files = {}, {}
-    for name in sorted(os.listdir(folder)):
-        if match := SAMPLED.fullmatch(name):
-            with open_sampled(os.path.join(folder, name)) as file:
-                part = file.get_slice('gradient')
-                size, dtype = torch.Size(part.get_shape()), DTYPES.get(part.get_dtype())
-            chunk = metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            tensors[match[1]] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, [chunk])
-            files[match[1]] = name
-    return metadata.Metadata(tensors, storage_data=files)
-
-
-def find_keys(dir, names=None):
-    """(folder, Metadata, {name: its TensorStorageMetadata} for each of `names`, None: all) of a dump; reads no tensor.
-
-    Raises ValueError (one line) for an unknown name.
-    """
-    folder, meta = find_dump(dir), get_checkpoint_metadata(dir)
-    known = {k: v for k, v in meta.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)}
-    names = list(known) if names is None else list(names)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise ValueError(f'{folder}: no tensor {name!r}; nearest name: {"".join(near)}')
-    return folder, meta, {name: known[name] for name in names}
-
-
-def load_keys(dir, names=None):
-    """Yield (name, gradient) for each of `names` (None: all), one tensor in memory at a time, on CPU, dtype as saved.
-
-    `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
-    Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
-    """
-    folder, meta, known = find_keys(dir, names)
-    for name in known:
-        if isinstance(meta.storage_data.get(name), str):
-            with open_sampled(os.path.join(folder, meta.storage_data[name])) as file:
-                yield name, file.get_tensor('gradient')
-            continue
-        tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
-        for chunk in known[name].chunks:  # each rank's piece is a torch.save of its own within that rank's file
-            try:
-                info = meta.storage_data[metadata.MetadataIndex(name, chunk.offsets)]
-                path = os.path.join(folder, info.relative_path)
-                with open(path, 'rb') as file:
-                    file.seek(info.offset)
-                    data = file.read(info.length)
-                if len(data) < info.length:
-                    size, end = os.path.getsize(path), info.offset + info.length
-                    raise ValueError(f'{info.relative_path} has {size} bytes of at least {end}')
-                piece = torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
-                tensor[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes))] = piece
-            except Exception as error:
-                raise ValueError(f'{folder}: missing or torn file, {name} cannot be read ({error})') from None
-        yield name, tensor
-
-
-def open_sampled(path):
-    """A sampled gradient's file, opened lazily; ValueError if it is torn or holds no tensor named `gradient`."""
-    try:
-        file = safe_open(path, 'pt')
-        file.get_slice('gradient')
-        return file
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f'{path}: missing or torn ({error})') from None
 
 
 def find_steps(run):
@@ -156,43 +43,6 @@ def norm(tensor):
 def cosine(a, b):
     """Cosine of the angle between two tensors of one shape, in float64; nan if either is 0."""
     return torch.dot(a.flatten().double(), b.flatten().double()).item() / (norm(a) * norm(b) or math.nan)
-
-
-def why(error):
-    """What an error says without the path: the system's words, also where torch has put an error of its own around."""
-    if failures := getattr(error, 'failures', None):  # torch.distributed.checkpoint's, by rank
-        error = next(iter(failures.values()))[0]
-    inner = error
-    while inner and not isinstance(inner, OSError):
-        inner = inner.__context__
-    return getattr(inner, 'strerror', None) or str(error)
-
-
-def obstacle(path, new):
-    """Why no file can be put at `path`, one line, or None; if it is to be new, an existing one is in the way too."""
-    if os.path.isdir(path) or new and os.path.exists(path):
-        return f'{path}: exists; choose another FILE or move it away'
-    try:
-        open(f'{path}.{os.getpid()}.tmp', 'wb').close()
-        os.remove(f'{path}.{os.getpid()}.tmp')
-    except OSError as error:
-        return f'{path}: cannot be written: {error.strerror}'
-
-
-def replace_file(path, write):
-    """write(temporary path), then give it its name: the file appears whole or not at all. ValueError if it cannot."""
-    temporary = f'{path}.{os.getpid()}.tmp'
-    try:
-        write(temporary)
-        with open(temporary, 'rb+') as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-    print(f'wrote {path}')
 
 
 def plot(run, path):
@@ -270,7 +120,6 @@ def run(command, args):
 
 
 if __name__ == '__main__':
-    from printing import printing
     command, *args = sys.argv[1:] or ['']
     if command in ('-h', '--help'):
         print(__doc__.strip())

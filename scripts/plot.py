@@ -5,8 +5,10 @@ python scripts/plot.py OUT_DIR [OUT_DIR ...] [--out=FILE]    several runs are ov
 import json
 import os
 import sys
+from pathlib import Path
 
-from printing import printing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from scripts.common import printing
 
 PANELS = [('loss', 'loss (nats/token); points: val'), ('lr', 'learning rate'),
           ('grad_norm', 'gradient norm before clipping'), ('tokens_per_s', 'tokens/s')]

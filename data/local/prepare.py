@@ -7,8 +7,8 @@ python data/local/prepare.py --name=mine --input rows.parquet --text_key=body --
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import fail, options, prepare
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+from data.corpus import fail, options, prepare
 
 if __name__ == "__main__":
     # the fraction is for short texts; a large corpus wants less

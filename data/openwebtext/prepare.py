@@ -7,8 +7,8 @@ python data/openwebtext/prepare.py --input=FOLDER      from files that are there
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import hub_files, options, prepare
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+from data.corpus import hub_files, options, prepare
 
 if __name__ == "__main__":
     args = options(__doc__, __file__).parse_args()

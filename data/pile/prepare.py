@@ -7,8 +7,8 @@ python data/pile/prepare.py --input 00.jsonl.zst 01.jsonl.zst   from files that 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import hub_files, options, prepare
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+from data.corpus import hub_files, options, prepare
 
 if __name__ == "__main__":
     args = options(__doc__, __file__, domain_key="meta.pile_set_name").parse_args()

@@ -5,8 +5,8 @@ python data/shakespeare_char/prepare.py [--input FILE] [--out_dir FOLDER] [--ove
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tokenbins import shakespeare
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+from data.corpus import shakespeare
 
 if __name__ == "__main__":
     shakespeare(__file__, __doc__, lambda text: {"type": "char", "itos": sorted(set(text))})

@@ -11,17 +11,14 @@ import codecs
 import collections
 import concurrent.futures
 import contextlib
-import errno
 import gzip
 import hashlib
 import http.client
 import io
 import json
-import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -38,6 +35,8 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+
+from data.bins import FULL, load_meta, write_file
 
 EOT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "r50k_base", "cl100k_base", "o200k_base", "char", "byte")
@@ -154,23 +153,6 @@ def _tiktoken(name):
 
 # -----------------------------------------------------------------------------
 # files and the network
-
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # the disk's errors, not the network's
-
-
-def write_file(path, data):
-    """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
-    or complete, whenever the machine stops."""
-    temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
-    try:
-        with open(temporary, "wb") as f:
-            data(f) if callable(data) else f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
 
 def get_quickly(url, sha256, seconds):
     """The bytes at a URL, or None when it gives other bytes or none within so many seconds. In a thread, since no
@@ -922,96 +904,6 @@ def publish(out_dir, meta, splits):
     for split, (_, has) in splits.items():  # not before both are there: nobody may be reading
         print(f"{split}.bin: {has['tokens']:,} tokens")
     print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
-
-
-def hash64(*parts):
-    """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
-    h = np.zeros(1, np.uint64)
-    for part in parts:
-        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        h = h ^ (h >> np.uint64(31))
-    return h
-
-
-def shuffled(k, n, seed, epoch):
-    """Where 0 <= k < n, int64 (m,), go in the shuffle of 0 .. n - 1 of (seed, epoch); epoch an int or (m,).
-    A Feistel network permutes 0 .. side^2 - 1 without a table; what it sends to n or beyond goes through it again."""
-    side = max(2, math.isqrt(n - 1) + 1)
-    k, epoch, todo = np.array(k), np.broadcast_to(epoch, np.shape(k)), np.ones(np.shape(k), bool)
-    while todo.any():
-        left, right = np.divmod(k[todo], side)
-        for i in range(6):      # fewer let one window too often follow another
-            mixed = (hash64(seed, epoch[todo], i, right) % np.uint64(side)).astype(np.int64)
-            left, right = right, (left + mixed) % side
-        k[todo] = left * side + right
-        todo = k >= n
-    return k
-
-
-class PlainUnpickler(pickle.Unpickler):
-    """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-
-def load_meta(folder):
-    """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there
-    is neither (then the bins hold uint16 ids of GPT-2). ValueError when it can not be read."""
-    path = next((folder / n for n in ("meta.json", "meta.pkl") if (folder / n).is_file()), None)
-    try:
-        if path is None:
-            return {}
-        if path.suffix == ".json":
-            meta = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            with open(path, "rb") as f:
-                old = PlainUnpickler(f).load()
-            meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
-            if "itos" in old:
-                meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}
-        if not isinstance(meta, dict):
-            raise ValueError(f"it holds {str(meta)[:40]}, not an object with a vocab_size")
-        for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict),
-                          ("eot", (int, type(None)))):
-            if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
-                raise ValueError(f"{key} is {meta.get(key)!r}")
-        if isinstance(meta.get("tokenizer"), dict) and not isinstance(meta["tokenizer"].get("itos"), list):
-            raise ValueError(f"tokenizer.itos is {meta['tokenizer'].get('itos')!r}")
-        if meta["vocab_size"] is True or not 0 < meta["vocab_size"] <= 2**32:
-            raise ValueError(f"vocab_size is {meta['vocab_size']}")
-        if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
-        for split, has in meta.get("splits", {}).items():
-            if not isinstance(has, dict) or not isinstance(has.get("tokens", 0), int):
-                raise ValueError(f"splits.{split} is {has!r}")
-        return meta
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
-
-
-def find_folder(name):
-    """The folder of a dataset: data/NAME, or NAME itself as a path if there is no such folder in data."""
-    folder = Path(__file__).resolve().parent / name
-    return folder if folder.is_dir() else Path(name)
-
-
-def find_bin(name, split):
-    """((path, dtype, number of tokens), load_meta's record) of a split, "train" or "val", of the dataset of that name.
-    ValueError (one line) when there is no such file, or it is not as long as the record says."""
-    path, own = find_folder(name) / f"{split}.bin", Path(__file__).resolve().parent / name
-    if not path.is_file():
-        raise ValueError(f"no file {path}" + f" and no folder {own}" * (path.parent != own)
-                         + ": run its prepare.py, or name another dataset")
-    meta, size = load_meta(path.parent), path.stat().st_size
-    dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
-    tokens, rest = divmod(size, dtype.itemsize)
-    recorded = meta.get("splits", {}).get(split, {}).get("tokens", tokens)
-    if rest or tokens != recorded:
-        raise ValueError(f"{path} has {size:,} bytes, not the {recorded:,} {dtype.name} of its meta.json: "
-                         f"prepare {path.parent} again")
-    return (path, dtype, tokens), meta
 
 
 # -----------------------------------------------------------------------------
