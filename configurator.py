@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 import tokenize
+from contextlib import contextmanager
 
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
 
@@ -27,6 +28,15 @@ def fail(message, code=2, every_rank=False):
     else:
         time.sleep(2)  # torchrun ends all ranks as soon as one has ended: let the line out first
     sys.exit(code)
+
+
+@contextmanager
+def one_line(before='', every_rank=False):
+    """Around calls that raise ValueError for bad input: the program ends by fail() with that error's line."""
+    try:
+        yield
+    except ValueError as error:
+        fail(f'{before}{error}', every_rank=every_rank)
 
 
 def configure(namespace, argv=None):
