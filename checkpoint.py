@@ -85,7 +85,7 @@ def find_start(config, given, meta, shape_names):
     resumed_from    the path of the checkpoint in out_dir that the run goes on from, or None
     sharded         whether each rank is to read its part of that; otherwise model and optimizer are whole, on rank 0
     leftovers       names of an earlier run's files that a new run deletes
-    passed_over     paths of newer checkpoints that do not load
+    passed_over     {path: what is wrong with it} of newer checkpoints, which do not load
     Raises ValueError (one line) if there is none to resume, it does not fit the settings, or a new run would come upon
     an earlier one's files.
     """
@@ -108,13 +108,15 @@ def choose_start(config, given, meta, shape_names):
     shape_given = given.intersection(shape_names)
     leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
     start = {'iter_num': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
-    facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': []}
+    facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}}
     if init_from in ('resume', 'auto'):
         facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
     if facts['resumed_from'] is not None:
         start.update(start_there)
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
+        for problem in facts['passed_over'].values():
+            print(f'passed over, since it does not load: {problem}', flush=True)
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
         print('; '.join(told + changes(start, config, meta, shape_names)), flush=True)
         return {**start, **facts, 'model_args': without_dropout(start['model_args'])}
@@ -234,14 +236,25 @@ def begin_out_dir(out_dir, start, config, evaluates):
     if start['leftovers']:      # overwrite=True, or a restart before the first checkpoint
         print(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}', flush=True)
     for name in start['leftovers']:
-        path = Path(out_dir, name)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        remove(Path(out_dir, name))
+    for path in start['passed_over']:       # out of the way of what comes, but not lost
+        remove(Path(f'{path}.torn'))
+        os.replace(path, f'{path}.torn')
+    if start['resumed_from'] is not None:
+        for path in Path(out_dir, 'ckpt_dcp').glob('step_*'):
+            if path.suffix == '.tmp' or (path.suffix == '.torn' and not (path / '.metadata').is_file()):
+                remove(path)                # a save that died left it
     write_file(Path(out_dir, 'config.json'), json.dumps(config, indent=1).encode())
     if start['resumed_from'] is not None:
         forget_later(Path(out_dir), start['iter_num'], evaluates)
+
+
+def remove(path):
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def forget_later(out, step, evaluates):
@@ -307,8 +320,7 @@ def save_sharded(folder, tensors, rest, in_background, on_disk):
         return
     temporary = folder.with_name(folder.name + '.tmp')
     if is_rank0():
-        if temporary.exists():
-            shutil.rmtree(temporary)    # what a save that died left
+        remove(temporary)       # what a save that died left
         temporary.mkdir(parents=True)
         write_file(temporary / 'state.json', json.dumps(rest).encode())
     barrier()
@@ -332,8 +344,7 @@ def finish_saving(keep, wait=True):
     folder = saving['folder']
     saving.clear()
     if is_rank0():
-        if folder.exists():             # of a life before the one that was gone on from
-            shutil.rmtree(folder)
+        remove(folder)                  # of a life before the one that was gone on from
         os.replace(folder.with_name(folder.name + '.tmp'), folder)
         keep_newest(folder.parent, keep)
 
@@ -348,9 +359,12 @@ def keep_newest(folder, keep):
             if json.loads((path / 'state.json').read_text()).get('best'):
                 best = path
     for old in complete[:-keep] if keep else []:
-        if old != best:
-            (old / '.metadata').unlink()        # first: a half-deleted checkpoint must not count as one
-            shutil.rmtree(old)
+        try:
+            if old != best:
+                (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
+                remove(old)
+        except OSError as error:
+            print(f'warning: {old} is not needed any more, and can not be deleted: {error.strerror}', flush=True)
 
 
 def save_gradients(folder, gradients, first_n):
@@ -364,8 +378,7 @@ def save_gradients(folder, gradients, first_n):
     temporary = folder.with_name(folder.name + '.tmp')
     inner = temporary / ('sharded' if first_n is None else 'sampled')
     if is_rank0():
-        if temporary.exists():
-            shutil.rmtree(temporary)        # what a kill left
+        remove(temporary)       # what a kill left
         inner.mkdir(parents=True)
     barrier()
     if first_n is None:
@@ -446,11 +459,11 @@ def why(error):
 def newest_that_loads(out_dir):
     """
     (path, dict, passed_over): out_dir's newest checkpoint that loads, of ckpt.pt, best.pt and ckpt_dcp/step_N; what it
-    holds, of a sharded one without the tensors; the paths of those that do not load and are not older than it, of which
-    stderr says why. (None, {}, []) if there is none. ValueError (one line) if none of several loads, or one may not be
-    read: then it may be sound.
+    holds, of a sharded one without the tensors; {path: what is wrong with it} of newer ones that do not load.
+    (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
+    sound.
     """
-    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.exists()]
+    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.is_file()]
     steps = [path for path in Path(out_dir, 'ckpt_dcp').glob('step_*') if re.fullmatch(r'step_\d+', path.name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
     found, torn = [], {}
@@ -468,17 +481,18 @@ def newest_that_loads(out_dir):
     if not found and torn:
         raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
                          '--init_from=scratch --overwrite=True starts anew and deletes them')
-    for problem in torn.values():
-        print(f'passed over, since it does not load: {problem}', file=sys.stderr, flush=True)
     if not found:
-        return None, {}, []
+        return None, {}, {}
     _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first: ckpt.pt, which best.pt may equal
-    return str(path), ckpt, [str(path) for path in torn]
+    return str(path), ckpt, {str(path): problem for path, problem in torn.items()}
 
 
 def newest_checkpoint(out_dir):
-    """The path of the newest checkpoint in an out_dir that loads, or None."""
-    return newest_that_loads(out_dir)[0]
+    """The path of the newest checkpoint in an out_dir that loads, or None; stderr says which it passes over."""
+    path, _, passed_over = newest_that_loads(out_dir)
+    for problem in passed_over.values():
+        print(f'passed over, since it does not load: {problem}', file=sys.stderr, flush=True)
+    return path
 
 
 def read_checkpoint(src):
