@@ -3,8 +3,7 @@ A run's files: where it starts, loading and saving under every mode, what is for
 in a plain process; GPT-2 folders in Hugging Face form. Nothing of a file is ever executed.
 
 ckpt.pt, best.pt     the last and the best checkpoint of the format 'full', one file each
-ckpt_dcp/step_N/     a checkpoint of the format 'sharded': each rank's part, and state.json; its name is step_N.tmp until
-                     it is complete
+ckpt_dcp/step_N/     a 'sharded' checkpoint: each rank's part, and state.json; named step_N.tmp until it is complete
 A checkpoint is a dict: model (weights under the names of GPT.state_dict()), optimizer (state by parameter name),
 model_args (for GPTConfig), iter_num, best_val_loss, config, meta (the record of the data), scaler, wandb_id.
 """
@@ -16,13 +15,20 @@ import pathlib
 import pickle
 import re
 import shutil
+import socket
 import sys
 import tempfile
+import time
 import urllib.request
 import warnings
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:     # on Windows
+    fcntl = None
 
 import torch
 import torch.distributed as dist
@@ -107,12 +113,15 @@ def choose_start(config, given, meta, shape_names):
     init_from, out_dir = config['init_from'], config['out_dir']
     shape_given = given.intersection(shape_names)
     leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
-    start = {'iter_num': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
+    start = {'iter_num': 0, 'samples_seen': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
     facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}}
     if init_from in ('resume', 'auto'):
         facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
     if facts['resumed_from'] is not None:
         start.update(start_there)
+        if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
+            step = {**config, **(start['config'] or {})}
+            start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
         for problem in facts['passed_over'].values():
@@ -146,15 +155,16 @@ def new_model(config, meta, shape_names):
 
 
 def pretrained(source, config, shape_given, meta):
-    """(model_args, weights) of OpenAI's GPT-2 by name, a Hugging Face folder, or a checkpoint, of which the weights only."""
+    """(model_args, weights) of OpenAI's GPT-2 by name, of a Hugging Face folder or of a checkpoint."""
     ckpt = read_checkpoint(source)
     must_fit(source, ckpt, config, shape_given - {'block_size'}, meta)
     place, out_dir = Path(source).resolve(), Path(config['out_dir']).resolve()
     if config['overwrite'] and not config['eval_only'] and place.exists() and out_dir in (place, *place.parents):
         raise ValueError(f'it lies in {config["out_dir"]}, which --overwrite=True would empty: another --out_dir')
     model_args, weights, block_size = without_dropout(ckpt['model_args']), ckpt['model'], config['block_size']
-    if block_size > model_args['block_size']:
-        raise ValueError(f'it has {model_args["block_size"]} positions, so --block_size={model_args["block_size"]} or less')
+    positions = model_args['block_size']
+    if block_size > positions:
+        raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
     model_args['block_size'] = block_size
     weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
     return model_args, weights
@@ -173,9 +183,16 @@ def must_fit(source, ckpt, config, names, meta):
     if wrong:
         raise ValueError(f'{source} has another {", ".join(wrong)}: leave that out, or start from another, '
                          'or from scratch in another out_dir')
-    then = (ckpt.get('meta') or {}).get('tokenizer')
-    if then and meta.get('tokenizer', then) != then:
-        raise ValueError(f'{source} has another tokenizer than dataset={config["dataset"]}: same ids, other text')
+    if config['new_tokenizer']:
+        return
+    then, dataset = ckpt.get('meta') or {}, config['dataset']
+    allow = 'to train these weights on other tokens all the same, --new_tokenizer=True'
+    if then.get('tokenizer') and meta.get('tokenizer', then['tokenizer']) != then['tokenizer']:
+        raise ValueError(f'{source} has another tokenizer than dataset={dataset}: same ids, other text; {allow}')
+    known, ids = then.get('vocab_size', args['vocab_size']), meta.get('vocab_size', 50257)
+    padded = math.ceil(ids / 64) * 64       # as new_model and nanoGPT round up
+    if known not in (ids, padded):
+        raise ValueError(f'{source} knows {known:,} token ids, dataset={dataset} has {ids:,}: other tokens; {allow}')
 
 
 def changes(ckpt, config, meta, shape_names):
@@ -190,8 +207,8 @@ def changes(ckpt, config, meta, shape_names):
 
 
 def load_start(start, model, optimizer, scaler):
-    """Fill the model, and where there is a state the optimizer and the scaler, with what find_start has found; all ranks
-    participate. ValueError (one line) on every rank if a sharded checkpoint is torn."""
+    """Fill the model, and where there is a state the optimizer and the scaler, with what find_start has found.
+    ValueError (one line) on every rank if a sharded checkpoint is torn. All ranks participate."""
     hyperparameters = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
     whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
     if start['sharded']:
@@ -225,14 +242,35 @@ def check_out_dir(out_dir):
         try:
             os.makedirs(out_dir, exist_ok=True)
             tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
+            lock(out_dir)
         except OSError as error:
             raise ValueError(f'out_dir={out_dir}: {error.strerror}: name a folder that can be written') from None
     on_rank0(attempt)
 
 
+def lock(out_dir):
+    """One run at a time writes into out_dir: the lock ends with its process, however that ends. Raises ValueError (one
+    line) with the host and process that have it. Where a file system has no locks there is none."""
+    if fcntl is None:
+        return
+    file = open(Path(out_dir, 'lock'), 'a+')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f'out_dir={out_dir}: another run writes there, {file.read().strip()}: end it, or name another '
+                         '--out_dir') from None
+    except OSError:
+        return
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    locks.append(file)      # open until the end
+
+
 def begin_out_dir(out_dir, start, config, evaluates):
-    """Rank 0's first writes: an earlier run's files are deleted, or of a run that goes on what came after its checkpoint;
-    config.json. evaluates: whether the run begins with an evaluation."""
+    """Rank 0's first writes: a new run deletes an earlier one's files, one that goes on what came after its checkpoint;
+    and config.json. evaluates: whether the run begins with an evaluation."""
     if start['leftovers']:      # overwrite=True, or a restart before the first checkpoint
         print(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}', flush=True)
     for name in start['leftovers']:
@@ -276,8 +314,8 @@ def forget_later(out, step, evaluates):
 
 
 def state_of(model, optimizer, whole):
-    """{'model': weights, 'optimizer': state by parameter name}, without ghost_*, tied weights once. whole: gathered tensor
-    by tensor into rank 0's host memory, {} elsewhere; otherwise each rank its part. All ranks participate."""
+    """{'model': weights, 'optimizer': state by parameter name}, without ghost_*, tied weights once. whole: gathered
+    tensor by tensor into rank 0's host memory, {} elsewhere; otherwise each rank its part. All ranks participate."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     weights = get_model_state_dict(model, options=options)
@@ -285,6 +323,7 @@ def state_of(model, optimizer, whole):
             'optimizer': get_optimizer_state_dict(model, optimizer, options=options)}
 
 
+locks = []
 saving = {}     # a sharded checkpoint that is being written: its folder, and in the background its future
 saver_group = []    # the background's own process group: training's would be in its way
 
@@ -301,7 +340,7 @@ def save_checkpoint(out_dir, model, optimizer, progress, last, best, sharded, in
     elif is_rank0():
         tensors['model']['lm_head.weight'] = tensors['model']['transformer.wte.weight']     # one tensor, stored once
         names = []
-        if best:        # first: after a kill in between it is the newest, and the run that goes on writes ckpt.pt at once
+        if best:        # first: a kill in between leaves it the newest, and a run that goes on from it writes ckpt.pt
             names.append('best.pt')
         if last:
             names.append('ckpt.pt')
@@ -398,8 +437,8 @@ def save_gradients(folder, gradients, first_n):
 
 
 def gather_samples(columns):
-    """columns: of each micro-batch of this rank a tensor (rows, batch_size). Returns those of all ranks on the CPU, (rows,
-    samples of the global batch), in the order of the samples; all ranks participate."""
+    """columns: of each micro-batch of this rank a tensor (rows, batch_size). Returns those of all ranks on the CPU,
+    (rows, samples of the global batch), in the order of the samples; all ranks participate."""
     mine = torch.stack(columns)                     # (micro_batches, rows, batch_size)
     ranks = [mine]
     if dist.is_initialized():
@@ -411,7 +450,7 @@ def gather_samples(columns):
 
 
 def write_valset(out_dir, offsets, X, Y):
-    """The fixed validation batch of ghost -> grad_dotprods/valset.safetensors: X, Y (samples, block_size) at offsets."""
+    """Ghost's fixed validation batch, X, Y (samples, block_size) at offsets -> grad_dotprods/valset.safetensors."""
     tokens = torch.cat((X, Y[:, -1:]), 1).cpu()     # (samples, block_size + 1)
     content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': tokens})
     Path(out_dir, 'grad_dotprods').mkdir(exist_ok=True)
@@ -419,8 +458,8 @@ def write_valset(out_dir, offsets, X, Y):
 
 
 def write_scored(out_dir, rows, names, steps_done):
-    """Scored steps, a dict of numbers and arrays each, -> grad_dotprods/iter_NNNNNN.safetensors, by rank 0; names: of the
-    parameters. Empties rows."""
+    """Scored steps, a dict of numbers and arrays each, -> grad_dotprods/iter_NNNNNN.safetensors, by rank 0; names: of
+    the parameters. Empties rows."""
     if rows and is_rank0():
         columns = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
         folder = Path(out_dir, 'grad_dotprods')
@@ -431,16 +470,27 @@ def write_scored(out_dir, rows, names, steps_done):
 
 
 def excepthook(out_dir):
-    """For sys.excepthook: what the system refuses, such as room on a disk, is one line: a traceback would not help."""
+    """For sys.excepthook: what the system refuses, such as room on a disk or memory, is one line, told by the rank that
+    it happened to: a traceback would not help."""
     def report(kind, error, trace):
         cause, path = why(error), getattr(error, 'filename', None)
+        words = str(error).lower()
         if 'unexpected pos' in cause:       # of the ranks' errors only the words of torch's zip writer get through
             cause = os.strerror(FULL[0]) + ', it seems'
         if cause.startswith(tuple(map(os.strerror, FULL))):
-            path, cause = out_dir, f'{cause}: make room; --init_from=auto then goes on'
-        elif not isinstance(error, OSError) or path is None:
+            line = f'{path or out_dir}: {cause}: make room; --init_from=auto then goes on'
+        elif isinstance(error, OSError) and path is not None:
+            line = f'{path}: {cause}'
+        elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or 'allocate memory' in words:
+            line = f'out of memory ({cause.splitlines()[0]}): a smaller --batch_size, --block_size or model'
+        elif isinstance(error, RuntimeError) and ('connection closed' in words or 'connection reset' in words):
+            line = 'another rank has ended; its own line says why'      # which may come later: let it out first
+            time.sleep(2)
+            if not is_rank0():
+                return
+        else:
             return sys.__excepthook__(kind, error, trace)
-        print(f'train.py: {path}: {cause}', file=sys.stderr, flush=True)
+        print(f'train.py: {line}', file=sys.stderr, flush=True)
     return report
 
 
@@ -483,7 +533,7 @@ def newest_that_loads(out_dir):
                          '--init_from=scratch --overwrite=True starts anew and deletes them')
     if not found:
         return None, {}, {}
-    _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first: ckpt.pt, which best.pt may equal
+    _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt
     return str(path), ckpt, {str(path): problem for path, problem in torn.items()}
 
 
@@ -549,11 +599,12 @@ def read_full(path):
 
 
 def read_progress(folder):
-    """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing or too
-    short."""
+    """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing
+    or too short."""
     try:
         ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
-        ckpt['param_groups'] = [{**group, 'betas': tuple(group['betas'])} for group in ckpt['param_groups']]   # not JSON's
+        for group in ckpt['param_groups']:
+            group['betas'] = tuple(group['betas'])      # JSON has no tuple
         ckpt['model_args'], ckpt['iter_num']
     except (OSError, ValueError, LookupError, TypeError) as error:
         cause = error if isinstance(error, PermissionError) else None
@@ -769,7 +820,8 @@ OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 def is_hf_folder(path):
     """Whether a folder holds weights in Hugging Face form."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in ('model.safetensors', 'model.safetensors.index.json'))
+    names = 'model.safetensors', 'model.safetensors.index.json'
+    return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
 
 def download_gpt2(name):

@@ -18,11 +18,17 @@ from contextlib import contextmanager
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
 
 
+def under_torchrun():
+    """Whether this process is a rank: torchrun sets all of these. A lone RANK is a leftover in the environment."""
+    names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'
+    return all(os.environ.get(name, '').isdecimal() for name in names) and bool(os.environ.get('MASTER_ADDR'))
+
+
 def fail(message, code=2, every_rank=False):
     """End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for
-    anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless every_rank
-    says that this fault is one rank's own."""
-    if every_rank or os.environ.get('LOCAL_RANK', '0') == '0':
+    anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless
+    every_rank says that this fault is one rank's own."""
+    if every_rank or not under_torchrun() or os.environ['LOCAL_RANK'] == '0':
         line = f'{os.path.basename(sys.argv[0])}: {message}'
         print(' '.join(line.split()), file=sys.stderr, flush=True)  # one line, whatever the message quotes
     else:
@@ -63,7 +69,7 @@ def configure(namespace, argv=None):
         given.add(name)
 
     if '-h' in argv or '--help' in argv:
-        if os.environ.get('LOCAL_RANK', '0') == '0':  # under torchrun once, not once a rank
+        if not under_torchrun() or os.environ['LOCAL_RANK'] == '0':  # once, not once a rank
             print(help_text(script, namespace.get('__doc__'), defaults, comments, sections))
         sys.exit(0)
     for arg in argv:  # the form of every argument first: a typing error is named before any file is executed

@@ -22,8 +22,10 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, gather_samples,
                         load_start, save_checkpoint, save_gradients, write_scored, write_valset)
-from configurator import configure, fail, one_line
+from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
 from model import GPT, GPTConfig
@@ -42,6 +44,7 @@ out_dir = 'out'                     # everything the run writes goes here
 init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a checkpoint, else scratch) |
                                     # 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | the weights in a folder, in
                                     # Hugging Face form or with a checkpoint, or in a .pt file
+new_tokenizer = False               # let weights be trained on a dataset of other tokens than they know
 overwrite = False                   # let a new run delete an earlier run's files in out_dir; 'auto' does so unasked if
                                     # there is no checkpoint, since the run may have died before its first
 seed = 1337                         # of weights, data order and dropout
@@ -50,7 +53,8 @@ eval_iters = 200                    # batches per split and evaluation
 eval_only = False                   # evaluate once and exit; writes nothing
 log_interval = 1                    # steps between log lines
 check_sync_interval = 0             # steps between bitwise comparisons of the replicas' weights; 0 never
-on_nonfinite = 'stop'               # 'stop' | 'skip': what to do with a step whose loss or gradient norm is not finite
+on_nonfinite = 'stop'               # 'stop' | 'skip': what to do with a step whose loss or gradient norm is not finite,
+                                    # and after an evaluation that is not: then nothing is saved
 deterministic = False               # deterministic kernels only: slower, and bit-identical reruns on a GPU
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 always_save_checkpoint = True       # after every evaluation; False: only after one that improved, and at the end
@@ -92,6 +96,7 @@ dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | '
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, a minute at the start | 'blocks':
                                     # one by one, as always with FSDP: 1% slower, and soon done if there are many
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
+timeout_minutes = 60                # after which a rank that waits for another gives up; rank 0 may download, or save
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
 use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks
 fsdp_min_num_params = 0             # consecutive blocks are grouped until a unit has this many; 0: one unit per block
@@ -128,15 +133,17 @@ def say(message, passing=False):
     """Rank 0 prints a line; on a terminal, the next line overwrites a passing one."""
     if not master_process:
         return
+    clear, end = '', '\n'
     if sys.stdout.isatty():
-        clear_line = '\r\033[K'
-        print(clear_line + message, end='' if passing else '\n', flush=True)
-    else:
-        print(message, flush=True)
+        clear, end = '\r\033[K', '' if passing else '\n'
+    try:
+        print(clear + message, end=end, flush=True)
+    except OSError:     # a closed pipe, a lost terminal, a full disk: training goes on without a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- ranks and device ------------------------------------------------------------------------------------------------
-distributed = 'RANK' in os.environ  # set by torchrun
+distributed = under_torchrun()
 rank, local_rank, world_size = 0, 0, 1
 if distributed:
     rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
@@ -160,9 +167,9 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
-counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-    fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval
-    grad_dump_save_first_n'''.split()
+counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head
+    n_embd timeout_minutes fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval
+    grad_dump_step_interval grad_dump_save_first_n'''.split()
 for name, value in config.items():
     low, high = (1, 2**31) if name in counts else (0, 2**63)
     if isinstance(value, (int, float)):
@@ -224,7 +231,7 @@ if use_ghost:
         bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
     ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
     require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
-            f'ghost_val_dataset={ghost_val_dataset} was made with another tokenizer than {dataset}: same ids, other words')
+            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
     require(ghost_val_batch_size % world_size == 0,
             f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the world size {world_size}')
     ghost_rows = ghost_val_batch_size // world_size     # of the validation batch, on each rank
@@ -233,13 +240,18 @@ if use_ghost:
             'and not a multiple of it')
 
 
+def samples_before(step):
+    """How many samples training has seen before a step; a run that went on may have had other steps before."""
+    return start['samples_seen'] + (step - start_iter) * samples_per_step
+
+
 def train_offsets(step, j):
     """Token offsets, int64 (n,), of samples j (n,) of an optimizer step."""
     _, _, tokens = bins['train']
     if data_order == 'random':
         return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
     windows = (tokens - 1) // block_size
-    epoch, k = np.divmod(step * samples_per_step + j, windows)
+    epoch, k = np.divmod(samples_before(step) + j, windows)
     return shuffled(k, windows, seed, epoch) * block_size
 
 
@@ -269,13 +281,19 @@ if gpus:
 if distributed:
     if backend == 'auto':       # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
         backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
+    where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
+    patience = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'])
+    patience.daemon = True
+    patience.start()
     # torchrun keeps its store over restarts, with dead ranks' addresses in it: so each start has its own prefix. Nodes
     # count restarts each for itself, so for several scripts/slurm.sh makes torchrun take a new store instead.
     one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
     store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
+    patience.cancel()
 
 
 def mean_over_ranks(tensor):
@@ -485,8 +503,9 @@ def ghost_end_step(finite):
         val_loss = mean_over_ranks(ghost_val_loss).item()
         if table.isfinite().all():
             clip_coef = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
-            row = dict(iter=iter_num, lr=lr, clip_coef=clip_coef, val_loss=val_loss, grad_norm=grad_norm, loss=table[-1],
-                       dot_product=table[:-1].sum(0), offset=train_offsets(iter_num, np.arange(samples_per_step)))
+            row = dict(iter=iter_num, lr=lr, clip_coef=clip_coef, val_loss=val_loss, grad_norm=grad_norm,
+                       dot_product=table[:-1].sum(0), loss=table[-1],
+                       offset=train_offsets(iter_num, np.arange(samples_per_step)))
             if ghost_per_param:
                 row['dot_product_per_param'] = table[:-1]
             if ghost_val_resample:
@@ -500,7 +519,7 @@ def ghost_end_step(finite):
 
 # ---- gradient dumps --------------------------------------------------------------------------------------------------
 def dump_gradients():
-    """This step's gradients -> gradient_dumper/stepN, if it is a step to dump and not there yet; all ranks participate."""
+    """This step's gradients -> gradient_dumper/stepN, if it is one to dump and not there yet; all ranks participate."""
     last_step = max_iters - 1 if grad_dump_end_step is None else grad_dump_end_step
     if iter_num in range(grad_dump_start_step, last_step + 1, grad_dump_step_interval):
         began = time.perf_counter()
@@ -548,9 +567,11 @@ def save(last, best):
     """ckpt.pt and/or best.pt, or ckpt_dcp/step_N: all that going on in any mode needs; all ranks participate."""
     began = time.perf_counter()
     finish_writing()            # two checkpoints at once would deadlock
-    progress = dict(model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, config=config, meta=meta,
-                    scaler=scaler.state_dict(), wandb_id=wandb_id)
-    save_checkpoint(out_dir, raw_model, optimizer, progress, last, best, checkpoint_format == 'sharded', checkpoint_async)
+    progress = dict(model_args=model_args, iter_num=iter_num, samples_seen=samples_before(iter_num),
+                    best_val_loss=best_val_loss, config=config, meta=meta, scaler=scaler.state_dict(),
+                    wandb_id=wandb_id)
+    sharded = checkpoint_format == 'sharded'
+    save_checkpoint(out_dir, raw_model, optimizer, progress, last, best, sharded, checkpoint_async)
     if not checkpoint_async:
         finish_saving(keep_checkpoints)
     names = ['checkpoint'] if last else []
@@ -585,8 +606,11 @@ def log(record):
     for name, value in record.items():      # JSON has no word for what is not finite
         if value is not None and not math.isfinite(value):
             record[name] = None
-    with open(log_file, 'a') as f:
-        f.write(json.dumps(record) + '\n')
+    try:
+        with open(log_file, 'a') as f:
+            f.write(json.dumps(record) + '\n')
+    except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
+        say(f'warning: {log_file} is not written: {error.strerror}')
     if wandb_log:
         wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
 
@@ -601,8 +625,8 @@ say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + op
     f'{held:.1f} + {held:.1f} + {2 * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {2 * whole:.1f}')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches '
     f'x {world_size} ranks = {tokens_per_step:,}')
-say(f'{max_iters:,} steps see {max_iters * tokens_per_step:,} tokens, '
-    f'{max_iters * tokens_per_step / bins["train"][2]:.2f} epochs of {dataset}')
+tokens_in_all = samples_before(max_iters) * block_size
+say(f'{max_iters:,} steps see {tokens_in_all:,} tokens, {tokens_in_all / bins["train"][2]:.2f} epochs of {dataset}')
 if iter_num >= max_iters:
     say(f'step {iter_num:,} is reached already, so there is nothing to train')
 
@@ -617,8 +641,9 @@ def on_signal(number, frame):
         os.write(2, b'stopping after this step; the same signal again kills at once\n')    # print is not reentrant
 
 
-signal.signal(signal.SIGINT, on_signal)
-signal.signal(signal.SIGTERM, on_signal)
+for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+        signal.signal(getattr(signal, name), on_signal)
 model.train()
 X, Y = train_batch(iter_num, 0)
 if use_ddp and not eval_only:
@@ -631,7 +656,7 @@ if use_ddp and not eval_only:
 saved_at = start_iter
 if str(start['resumed_from']).endswith('best.pt'):    # then ckpt.pt is older, or missing
     saved_at = 0
-stopping = False
+stopping, sound = False, True       # sound: whether the last evaluation was finite
 timed_from, clock = start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
@@ -649,7 +674,14 @@ while True:
             if improved:
                 best_val_loss = means['val']
             say(f'evaluated after {iter_num} steps: train loss {means["train"]:.4f}, val loss {means["val"]:.4f}')
-            log(dict(iter=iter_num, tokens=iter_num * tokens_per_step, train_loss=means['train'], val_loss=means['val']))
+            log(dict(iter=iter_num, tokens=samples_before(iter_num) * block_size, train_loss=means['train'],
+                     val_loss=means['val']))
+            sound = math.isfinite(means['train']) and math.isfinite(means['val'])
+            if not sound and (done or eval_only or on_nonfinite == 'stop'):
+                say(f'step {iter_num}: the evaluation is not finite: stopped, and these weights are not saved; '
+                    'try a lower learning_rate')
+                finish_writing()
+                sys.exit(1)
     if eval_only:
         break
     if checkpoint_interval:
@@ -657,7 +689,7 @@ while True:
     else:
         due = improved or (evaluating and always_save_checkpoint)
     save_last = (due or done or stopping) and iter_num > saved_at
-    if iter_num > 0 and (save_last or improved):
+    if iter_num > 0 and sound and (save_last or improved):
         save(save_last, improved)
         saved_at = iter_num
     if done or stopping:
@@ -705,7 +737,7 @@ while True:
             'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
         finish_writing()
         sys.exit(1)
-    if scaler.is_enabled() and not finite:      # not by what this rank's own gradients held: the scale is the same on all
+    if scaler.is_enabled() and not finite:  # by hand, since the scaler would look at this rank's own gradients
         scaler.update(loss_scale * scaler.get_backoff_factor())
         scaler.load_state_dict({**scaler.state_dict(), '_growth_tracker': 0})
     optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's stay in its buckets: freed, the next would be a second copy
@@ -724,8 +756,9 @@ while True:
         say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
             f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '
             f'{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
-        log(dict(iter=iter_num - 1, tokens=iter_num * tokens_per_step, loss=train_loss, lr=lr, grad_norm=grad_norm,
-                 ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu, memory_gib=memory))
+        log(dict(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr,
+                 grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu,
+                 memory_gib=memory))
     if iter_num == start_iter + 1 and gpus:
         stays, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {stays:,.1f} MiB allocated, peak {highest:,.1f}')
