@@ -30,14 +30,17 @@ ELSEWHERE = dict(
     save_total_limit='keep_checkpoints', report_to='wandb_log', run_name='wandb_run_name')
 
 
-def show(text, stream):
+def print_escaped(text, stream):
     """Print text; control characters and what the stream cannot encode come as escapes such as \\xe9."""
     text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
-    print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
+    try:
+        print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:     # the reader has gone, as in `--help | head -1`; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def shown(value, form=repr):
+def quoted(value, form=repr):
     """A value for an error message, cut short."""
     try:
         text = form(value)
@@ -54,7 +57,7 @@ def fail(message, code=2, every_rank=False):
     """
     if every_rank or os.environ.get('LOCAL_RANK', '0') == '0':
         line = f'{os.path.basename(sys.argv[0])}: {message}'
-        show(' '.join(line.split()), sys.stderr)    # one line, whatever the message quotes
+        print_escaped(' '.join(line.split()), sys.stderr)    # one line, whatever the message quotes
     else:
         time.sleep(5)       # torchrun ends all ranks as soon as one has ended: let rank 0 be the first
     sys.exit(code)
@@ -73,7 +76,7 @@ def configure(namespace, argv=None):
     config, comments, sections = read_settings(namespace)
     if '-h' in argv or '--help' in argv:
         if os.environ.get('LOCAL_RANK', '0') == '0':  # under torchrun once, not once a rank
-            show(help_text(namespace, config, comments, sections), sys.stdout)
+            print_escaped(help_text(namespace, config, comments, sections), sys.stdout)
         sys.exit(0)
     choices = {name: listed(default, comments[name]) for name, default in config.items()}
     given = set()
@@ -82,7 +85,7 @@ def configure(namespace, argv=None):
         try:
             config[name] = check(value, choices[name])
         except ValueError as error:
-            fail(f'{where}: {name} takes {error}, not {shown(value)}')
+            fail(f'{where}: {name} takes {error}, not {quoted(value)}')
         given.add(name)
 
     files, assignments = split(argv, choices)   # all of them first: a typing error is named before any file is executed
@@ -189,7 +192,7 @@ def run_config(path, config):
             if trace.tb_frame.f_code.co_filename == path:
                 line = trace.tb_lineno
             trace = trace.tb_next
-        fail(f'{path}:{line}: {type(error).__name__}: {shown(getattr(error, "msg", None) or error, str)}')
+        fail(f'{path}:{line}: {type(error).__name__}: {quoted(getattr(error, "msg", None) or error, str)}')
     lines = {n.id: n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     assigned = {}
     for name, value in left.items():

@@ -357,3 +357,13 @@ def test_help_with_plain_section_comments(tmp_path):
     silent = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env={**env, 'LOCAL_RANK': '1'},
                             capture_output=True, text=True, check=True)
     assert silent.stdout == silent.stderr == ''
+
+
+def test_help_whose_reader_has_gone(tmp_path):
+    (tmp_path / 'demo.py').write_text(SCRIPT)
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, str(tmp_path / 'demo.py'), ROOT, '--help'], stdout=writing,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 0 and done.stderr == ''
