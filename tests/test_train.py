@@ -123,7 +123,7 @@ def test_command_line_is_frozen(fork, tmp_path):
 
 
 @pytest.mark.parametrize('args, words', [
-    ('--batch_size 4', ['--batch_size:', '--name=value']), ('stray', ['stray', '--name=value']),
+    ('--batch_size', ['--batch_size:', 'needs a value']), ('stray', ['stray', '--name=value']),
     ('--batch_sise=4', ['batch_sise', 'batch_size']), ('--batch_size=1.5', ['batch_size', 'int', '1.5']),
     ('--n_head=3', ['n_embd=64', 'n_head=3']), ('--n_layer=0', ['n_layer=0', '1']),
     ('--block_size=0', ['block_size=0']),
