@@ -164,7 +164,7 @@ def test_a_full_disk_under_ddp_is_one_line(train, fork, tmp_path):
             done = train(tmp_path, '--max_iters=3', f'--out_dir=out{len(args)}', *args, nproc=nproc, rc=1)
         own = [line for line in done.err.splitlines() if line.startswith('train.py: ') or 'train.py: ' in line[:40]]
         assert len(own) == 1 and 'make room' in own[0], done.err
-        assert 'Traceback (most recent' not in done.err.partition('torch.distributed.elastic')[0], done.err
+        assert done.err.count('Traceback (most recent') == 1, done.err      # torchrun's own
 
 
 def test_weights_and_text_must_belong_together(fork, tmp_path):
@@ -220,7 +220,7 @@ def evil_pickles(path):
         elif number == 6:
             found.storage_data[next(iter(found.storage_data))].relative_path = evil
         else:
-            found.state_dict_metadata[name].properties.memory_format = evil
+            found.state_dict_metadata[name].properties.dtype = evil
         if number > 2:
             yield pickle.dumps(found)
 
@@ -265,9 +265,9 @@ def test_bytes_in_a_sharded_checkpoint_are_not_unpickled(fork, tmp_path, sharded
         dcp.load({'model.transformer.wte.weight': torch.zeros(1)}, checkpoint_id=folder, no_dist=True)
 
 
-def test_sizes_that_no_memory_holds(fork, tmp_path):
-    done = fork(tmp_path, '--n_embd=2097152', '--n_layer=1000', rc=None, warn=False)
-    assert set(done.codes) <= {1, 2} and done.err.count('\n') == 1 and 'memory' in done.err, done.err
+def test_sizes_that_no_memory_holds(train, tmp_path):
+    done = train(tmp_path, '--n_embd=2097152', '--n_layer=1000', rc=1)
+    assert done.err.count('\n') == 1 and 'out of memory' in done.err, done.err
     assert not (tmp_path / 'out').exists()
 
 
