@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # the disk's errors, not the network's
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step: 2^64 divided by the golden ratio, made odd
 
 
 def write_file(path, data):
@@ -29,7 +30,7 @@ def hash64(*parts):
     """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
     h = np.zeros(1, np.uint64)
     for part in parts:
-        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        h = h + np.asarray(part, np.uint64) + np.uint64(GOLDEN)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         h = h ^ (h >> np.uint64(31))

