@@ -1139,7 +1139,8 @@ def test_inspect_a_sound_dataset(dataset):
 @pytest.mark.parametrize("harm, says", [
     ("flip", "sha256"), ("cut", "tokens, but meta.json says"), ("odd", "no whole number"), ("id", "vocab_size is 257"),
     ("gone", "val.bin is missing"), ("meta", "meta.json can not be read"),
-    ("vocab", "vocab_size is 0"), ("domain", "domain"),
+    ("vocab", "vocab_size is 0"), ("domain", "domain"), ("domain names", "domains can not be read"),
+    ("deep", "nested too deeply"),
     ("empty", "val.bin is empty")])
 def test_inspect_finds_harm(dataset, harm, says):
     val, meta = dataset / "val.bin", json.loads((dataset / "meta.json").read_text())
@@ -1155,7 +1156,9 @@ def test_inspect_finds_harm(dataset, harm, says):
         meta["domains"][1]["start"] += 1
     if harm == "vocab":
         meta["vocab_size"] = 0
-    (dataset / "meta.json").write_text("{" if harm == "meta" else json.dumps(meta))
+    if harm == "domain names":
+        meta["domains"] = [{"name": [], "start": 0, "end": 9}]
+    (dataset / "meta.json").write_text({"meta": "{", "deep": "[" * 100_000}.get(harm, json.dumps(meta)))
     last = inspect(dataset, code=1).splitlines()[-1]
     assert last.startswith("BAD") and says in last
 
