@@ -414,6 +414,13 @@ def test_domains_stand_together_and_validation_holds_each(tmp_path):
     assert [d["name"] for d in meta["val_domains"]] == ["books", "code", "unknown", "web"]
 
 
+def test_the_keys_of_documents_stay_what_they_are():
+    """Datasets prepared before come out the same: the same documents for validation, the same shuffle."""
+    keys = corpus.document_keys(1337, np.array([0, 1, 2]))
+    assert keys.tolist() == [7274832116344447269, 14045533864271046977, 13277133311906469137]
+    assert corpus.document_keys(10**30, np.array([2])).tolist() == [14440791613280086352]
+
+
 @pytest.mark.parametrize("documents, fraction, total, wanted", [
     ([10, 100], 0.1, None, [1, 10]), ([10, 1, 2], 0.0005, None, [1, 0, 1]), ([5, 5], 0.99, None, [4, 4]),
     ([100, 100, 2], 0, 3, [1, 1, 1]), ([100, 100], 0, 1, None), ([1000, 10], 0, 101, [100, 1]), ([3, 3], 0, 4, [2, 2])])
@@ -521,7 +528,9 @@ def test_names_that_are_not_unicode(tmp_path):
     local(tmp_path / "out", "--input", tmp_path, "--tokenizer=byte", "--domain_key=of")
     meta, *_ = load(tmp_path / "out")
     assert [d["name"] for d in meta["domains"]] == ["c", "\ud800"]
-    run("data/shakespeare_char/prepare.py", "--input", os.fsdecode(path), "--out_dir", tmp_path / "\u00f6",
+    play = tmp_path / os.fsdecode(b"\xff.txt")
+    play.write_text(PLAY)
+    run("data/shakespeare_char/prepare.py", "--input", play, "--out_dir", tmp_path / "\u00f6",
         env={"PYTHONIOENCODING": "ascii"})
 
 
