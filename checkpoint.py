@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import time
-import urllib.request
 import warnings
 import zipfile
 from contextlib import suppress
@@ -39,7 +38,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 
-from data.bins import FULL, write_file
+from data.bins import FULL, GPT2_VOCAB, write_file
 from model import GPT, GPTConfig
 
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
@@ -144,7 +143,7 @@ def choose_start(config, given, meta, shape_names):
 
 def new_model(config, meta, shape_names):
     """(model_args, weights) of a model that knows nothing, for the data whose record is meta."""
-    vocab_size = meta.get('vocab_size', 50257)
+    vocab_size = meta.get('vocab_size', GPT2_VOCAB)
     if vocab_size >= 1024:
         vocab_size = math.ceil(vocab_size / 64) * 64        # GPUs prefer a multiple of 64
     on_gpu = config['device'].startswith('cuda')
@@ -189,7 +188,7 @@ def must_fit(source, ckpt, config, names, meta):
     allow = 'to train these weights on other tokens all the same, --new_tokenizer=True'
     if then.get('tokenizer') and meta.get('tokenizer', then['tokenizer']) != then['tokenizer']:
         raise ValueError(f'{source} has another tokenizer than dataset={dataset}: same ids, other text; {allow}')
-    known, ids = then.get('vocab_size', args['vocab_size']), meta.get('vocab_size', 50257)
+    known, ids = then.get('vocab_size', args['vocab_size']), meta.get('vocab_size', GPT2_VOCAB)
     padded = math.ceil(ids / 64) * 64       # as new_model and nanoGPT round up
     if known not in (ids, padded):
         raise ValueError(f'{source} knows {known:,} token ids, dataset={dataset} has {ids:,}: other tokens; {allow}')
@@ -826,17 +825,20 @@ def is_hf_folder(path):
 
 def download_gpt2(name):
     """Fetch OpenAI's weights, 'gpt2' (0.5 GB) to 'gpt2-xl' (6 GB), once. Returns their folder. Raises OSError."""
-    from data.corpus import fetch
-    folder = Path.home() / '.cache' / 'flatgpt' / name
-    for file in ('config.json', 'model.safetensors'):
-        url = f'{os.environ.get("HF_ENDPOINT", "https://huggingface.co")}/openai-community/{name}/resolve/main/{file}'
-        if not (folder / file).is_file():
-            try:
-                with urllib.request.urlopen(urllib.request.Request(url, method='HEAD'), timeout=10) as reply:
-                    size = int(reply.headers['Content-Length'])
-            except OSError as error:
-                raise OSError(f'{url}: {error}; fetch it elsewhere and name its folder by --init_from') from None
-            fetch({'url': url, 'size': size, 'sha256': None}, folder / file)
+    from data.download import fetch, hub_files
+    try:
+        folder = Path.home() / '.cache' / 'flatgpt' / name
+    except RuntimeError:
+        raise OSError('there is no home directory to keep GPT-2\'s weights in; set HOME') from None
+    wanted = ('config.json', 'model.safetensors')
+    if all((folder / file).is_file() for file in wanted):
+        return folder
+    try:
+        for file in hub_files(f'openai-community/{name}', [('main', '')], wanted, 'model'):
+            if file['name'] in wanted and not (folder / file['name']).is_file():
+                fetch(file, folder / file['name'])
+    except OSError as error:
+        raise OSError(f'{error}; fetch it elsewhere and name its folder by --init_from') from None
     return folder
 
 

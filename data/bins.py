@@ -1,5 +1,6 @@
 """What training reads: find a dataset, its record, the hash and the shuffle of the sampler. Needs numpy alone."""
 import errno
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,9 @@ from pathlib import Path
 import numpy as np
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # the disk's errors, not the network's
+GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step: 2^64 divided by the golden ratio, made odd
+GPT2_VOCAB = 50257  # the ids of a folder without a record, as nanoGPT leaves it, are GPT-2's
+DATA = Path(__file__).resolve().parent
 
 
 def write_file(path, data):
@@ -29,7 +33,7 @@ def hash64(*parts):
     """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
     h = np.zeros(1, np.uint64)
     for part in parts:
-        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        h = h + np.asarray(part, np.uint64) + np.uint64(GOLDEN)
         h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         h = h ^ (h >> np.uint64(31))
@@ -54,13 +58,14 @@ def shuffled(k, n, seed, epoch):
 class PlainUnpickler(pickle.Unpickler):
     """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, but only plain numbers, texts, lists and dicts are "
+                                     "read from a pickle: write it anew with those, int(x) for a numpy number")
 
 
 def load_meta(folder):
     """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there
-    is neither (then the bins hold uint16 ids of GPT-2). ValueError when it can not be read."""
-    path = next((folder / n for n in ("meta.json", "meta.pkl") if (folder / n).is_file()), None)
+    is neither (then the bins hold uint16 ids of GPT-2, GPT2_VOCAB). ValueError when it can not be read."""
+    path = next((folder / n for n in ("meta.json", "meta.pkl") if os.path.isfile(folder / n)), None)
     try:
         if path is None:
             return {}
@@ -72,65 +77,90 @@ def load_meta(folder):
             meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
             if "itos" in old:
                 meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}
-        if not isinstance(meta, dict):
-            raise ValueError(f"it holds {str(meta)[:40]}, not an object with a vocab_size")
-        for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict),
-                          ("eot", (int, type(None)))):
-            if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
-                raise ValueError(f"{key} is {meta.get(key)!r}")
-        if isinstance(meta.get("tokenizer"), dict) and not isinstance(meta["tokenizer"].get("itos"), list):
-            raise ValueError(f"tokenizer.itos is {meta['tokenizer'].get('itos')!r}")
-        if meta["vocab_size"] is True or not 0 < meta["vocab_size"] <= 2**32:
-            raise ValueError(f"vocab_size is {meta['vocab_size']}")
-        if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
-        for split, has in meta.get("splits", {}).items():
-            if not isinstance(has, dict) or not isinstance(has.get("tokens", 0), int):
-                raise ValueError(f"splits.{split} is {has!r}")
+        check_meta(meta)
         return meta
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as e:
+    except RecursionError:
+        raise ValueError(f"{path} can not be read: it is nested too deeply") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, MemoryError, OverflowError,
+            pickle.UnpicklingError) as e:
         raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
 
 
+def check_meta(meta):
+    """ValueError saying what is wrong with a record."""
+    if not isinstance(meta, dict):
+        raise ValueError(f"it holds {str(meta)[:40]}, not an object with a vocab_size")
+    for key, kind in (("vocab_size", int), ("dtype", str), ("tokenizer", (str, dict)), ("splits", dict),
+                      ("eot", (int, type(None)))):
+        if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
+            raise ValueError(f"{key} is {meta.get(key)!r}")
+    if isinstance(meta.get("tokenizer"), dict) and not isinstance(meta["tokenizer"].get("itos"), list):
+        raise ValueError(f"tokenizer.itos is {meta['tokenizer'].get('itos')!r}")
+    if meta["vocab_size"] is True or not 0 < meta["vocab_size"] <= 2**24:  # Unicode has 2^20 characters
+        raise ValueError(f"vocab_size is {meta['vocab_size']}, not from 1 to 16,777,216")
+    if meta.get("dtype", "uint16") not in ("uint16", "uint32"):
+        raise ValueError(f"dtype is {meta['dtype']!r}, not uint16 or uint32")
+    for split, has in meta.get("splits", {}).items():
+        if not isinstance(has, dict) or not isinstance(has.get("tokens", 0), int):
+            raise ValueError(f"splits.{split} is {has!r}")
+
+
 def find_folder(name):
-    """The folder of a dataset: data/NAME, or NAME itself as a path if there is no such folder in data."""
-    folder = Path(__file__).resolve().parent / name
-    return folder if folder.is_dir() else Path(name)
+    """The folder of a dataset: data/NAME, or if there is none NAME as a path from here. A name that begins with a dot,
+    as ".", ".." or "./mine", is always such a path."""
+    if not str(name).startswith(".") and os.path.isdir(DATA / name):
+        return DATA / name
+    return Path(name)
 
 
 def find_bin(name, split):
     """((path, dtype, number of tokens), load_meta's record) of a split, "train" or "val", of the dataset of that name.
     ValueError (one line) when there is no such file, or it is not as long as the record says."""
-    path, own = find_folder(name) / f"{split}.bin", Path(__file__).resolve().parent / name
-    if not path.is_file():
-        raise ValueError(f"no file {path}" + f" and no folder {own}" * (path.parent != own)
-                         + ": run its prepare.py, or name another dataset")
-    meta, size = load_meta(path.parent), path.stat().st_size
+    if not name:
+        raise ValueError("the dataset's name is empty: name a folder in data/, or a path")
+    path = find_folder(name) / f"{split}.bin"
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+    except (FileNotFoundError, NotADirectoryError):
+        prepared = sorted(p.parent.name for p in DATA.glob("*/train.bin"))
+        place = f"no file {path}"
+        if path.parent != DATA / name:
+            place += f" and no folder {DATA / name}"
+        raise ValueError(f"{place}: run its prepare.py, or name another dataset; data/ holds "
+                         f"{', '.join(prepared) or 'none that is prepared'}") from None
+    except (OSError, ValueError) as e:  # ValueError: a zero byte in the name
+        raise ValueError(f"{path} can not be read: {getattr(e, 'strerror', e)}") from None
+    meta = load_meta(path.parent)
     dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
     tokens, rest = divmod(size, dtype.itemsize)
     recorded = meta.get("splits", {}).get(split, {}).get("tokens", tokens)
-    if rest or tokens != recorded:
+    if tokens != recorded or (rest and "splits" in meta):
         raise ValueError(f"{path} has {size:,} bytes, not the {recorded:,} {dtype.name} of its meta.json: "
                          f"prepare {path.parent} again")
+    if rest:
+        raise ValueError(f"{path} has {size:,} bytes, no whole number of {dtype.name} tokens: it was cut, or holds "
+                         "something else")
     return (path, dtype, tokens), meta
 
 
 def check_tokens(bin, meta, block_size, vocab_size):
-    """ValueError (one line) if a bin, as find_bin gives it, is shorter than a sample, or holds ids beyond the vocabulary:
-    the record's, or vocab_size, how many ids a model has, if that is smaller. Looks at the first 2^26 tokens."""
+    """ValueError (one line) if a bin, as find_bin gives it, is shorter than a sample, or holds ids beyond the
+    vocabulary: the record's (GPT-2's without one), or vocab_size, how many ids a model has, if that is smaller. Looks
+    at the first 2^26 tokens."""
     path, dtype, tokens = bin
     if tokens <= block_size:
         raise ValueError(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
                          'use more text or a smaller --block_size')
-    ids = min(vocab_size, meta.get('vocab_size', vocab_size))       # not the ones that only pad the embedding
+    ids = min(vocab_size, meta.get('vocab_size', GPT2_VOCAB))       # not the ones that only pad the embedding
     largest = np.fromfile(path, dtype, 2**26).max()
     if largest >= ids:
         raise ValueError(f'{path} has token id {largest}, the vocabulary only {ids} ids: wrong dataset?')
 
 
 def read_tokens(bin, offsets, length, vocab_size):
-    """int64 (len(offsets), length): the tokens of a bin, as find_bin gives it, from each offset on. ValueError (one line)
-    for an id that a model of vocab_size ids does not have, or where the file ends too soon."""
+    """int64 (len(offsets), length): the tokens of a bin, as find_bin gives it, from each offset on. ValueError (one
+    line) for an id that a model of vocab_size ids does not have, or where the file ends too soon."""
     path, dtype, _ = bin        # read, not mapped: a memory map's pages would count as ours and pile up
     tokens = np.empty((len(offsets), length), dtype)
     with open(path, 'rb') as file:
@@ -138,9 +168,25 @@ def read_tokens(bin, offsets, length, vocab_size):
             file.seek(offset * dtype.itemsize)
             part = np.fromfile(file, dtype, length)
             if len(part) < length:
-                raise ValueError(f'{path} ends before token {offset + length:,}: it has become shorter since the start')
+                raise ValueError(f'{path} ends at token {offset + len(part):,}, it was longer at the start: restore it, '
+                                 'and resume')
             row[:] = part
     if tokens.max() >= vocab_size:
         where = offsets[tokens.max(1).argmax()]
         raise ValueError(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids')
     return tokens.astype(np.int64)
+
+
+def fingerprint(path, meta):
+    """A text that tells a bin from another or a later one without reading it all: the sha256 in its record, else a hash
+    of its size and of 64 blocks of 4 KB, evenly spread from its beginning to its end. OSError if it can't be read."""
+    recorded = meta.get("splits", {}).get(Path(path).stem, {}).get("sha256")
+    if recorded:
+        return f"sha256:{recorded}"
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        for i in range(64):
+            f.seek(max(0, size - 4096) * i // 63)
+            digest.update(f.read(4096))
+    return f"samples:{digest.hexdigest()}"

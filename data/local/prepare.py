@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from data.corpus import fail, options, prepare
+from configurator import fail
+from data.corpus import options, prepare
 
 if __name__ == "__main__":
     # the fraction is for short texts; a large corpus wants less

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from data.corpus import hub_files, options, prepare
+from data.corpus import options, prepare
 
 if __name__ == "__main__":
     args = options(__doc__, __file__).parse_args()
     repo = "Skylion007/openwebtext"  # its own files are tar archives behind a script; the Hub keeps a parquet copy
-    places = ("main", "plain_text"), ("refs/convert/parquet", "plain_text/train")
-    prepare(args, None if args.input else hub_files(repo, *places), repo)
+    places = [("main", "plain_text"), ("refs/convert/parquet", "plain_text/train")]
+    prepare(args, repo, places, ".parquet", repo)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from data.corpus import hub_files, options, prepare
+from data.corpus import options, prepare
 
 if __name__ == "__main__":
     args = options(__doc__, __file__, domain_key="meta.pile_set_name").parse_args()
     repo = "monology/pile-uncopyrighted"
-    prepare(args, None if args.input else hub_files(repo, ("main", "train"), suffix=".jsonl.zst"), repo)
+    prepare(args, repo, [("main", "train")], ".jsonl.zst", repo)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from data.corpus import shakespeare
+from data.shakespeare.plays import shakespeare
 
 if __name__ == "__main__":
     shakespeare(__file__, __doc__, lambda text: "gpt2")
