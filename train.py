@@ -161,8 +161,10 @@ config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
 counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-    fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval grad_dump_step_interval
-    grad_dump_save_first_n'''.split()
+    fsdp_replicate
+    ghost_val_batch_size ghost_interval ghost_save_interval
+    grad_dump_step_interval grad_dump_save_first_n
+    '''.split()
 for name, value in config.items():
     low, high = (1, 2**31) if name in counts else (0, 2**63)
     if isinstance(value, (int, float)):
