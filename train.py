@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, gather_samples,
-                        load_start, save_checkpoint, save_gradients, write_scored, write_valset)
+from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
+                        save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line
 from data.bins import check_tokens, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
@@ -357,7 +357,7 @@ if use_fsdp:
     fully_shard(raw_model, **policy)    # the rest: embeddings, final norm and head
 raw_model.to_empty(device=weights_device)
 raw_model.tie()
-params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once, without ghost_*
+params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
@@ -418,6 +418,7 @@ def compare_replicas():
 # parameters. The backward passes of training then give each sample's dot product with it, as the gradient of zeros
 # that go into the model; model.py says how.
 if use_ghost:
+    from checkpoint import gather_samples, write_scored, write_valset
     ghost_windows = bins['ghost'][2] - block_size
     require(ghost_val_batch_size <= ghost_windows,
             f'ghost_val_batch_size={ghost_val_batch_size}: {bins["ghost"][0]} has only {ghost_windows:,} windows')
@@ -438,6 +439,8 @@ def ghost_offsets(step):
 def ghost_begin_step():
     """If this step is scored, ghost_* <- the gradient of the mean validation loss; all ranks participate."""
     global ghost_scoring, ghost_val_loss
+    if iter_num == start_iter and master_process and not ghost_val_resample:
+        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)))
     ghost_scoring = iter_num % ghost_interval == 0
     ghost_columns.clear()
     if not ghost_scoring:
@@ -575,8 +578,6 @@ if master_process and not eval_only:
         except Exception as error:
             fail(f'wandb_log=True: {error}: run `wandb login`, or set WANDB_MODE=offline')
     begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
-    if use_ghost and not ghost_val_resample:
-        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)))
 log_file = Path(out_dir, 'log.jsonl')
 
 
