@@ -90,10 +90,10 @@ scale_lr = False                    # multiply learning_rate and min_lr by world
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, a minute at the start | 'blocks':
-                                    # one by one, as always with FSDP: 1% slower, and soon done if there are many
+                                    # one by one: 1% slower, and soon done if there are many
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
-use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks
+use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks; compile: 'blocks'
 fsdp_min_num_params = 0             # consecutive blocks are grouped until a unit has this many; 0: one unit per block
 fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (matmuls and attention are kept); in any mode
 fsdp_cpu_offload = False            # keep shards and optimizer state in host memory
@@ -287,12 +287,12 @@ def mean_over_ranks(tensor):
 
 
 def my_shard(tensor):
-    """What this rank holds of a tensor: under FSDP its shard, else all of it."""
+    """What this rank holds of a tensor: its shard of a DTensor, all of an ordinary one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full(tensor):
-    """The whole of a tensor that FSDP has sharded; all ranks participate. Another tensor is whole as it is."""
+    """The whole of a tensor: a DTensor is gathered, and all ranks participate; an ordinary one is whole as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -346,6 +346,7 @@ if use_fsdp:
         policy['offload_policy'] = CPUOffloadPolicy(pin_memory=gpus > 0)
         weights_device = 'cpu'
     forward_dtype = None if dtype == 'float32' else getattr(torch, dtype)
+    # the policy casts; autocast is off
     policy['mp_policy'] = MixedPrecisionPolicy(forward_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     unit, unit_params = [], 0
     for block in raw_model.transformer.h:
@@ -373,7 +374,7 @@ if scale_lr:
     learning_rate *= gradient_accumulation_steps
     min_lr *= gradient_accumulation_steps
 autocast = nullcontext()
-if dtype != 'float32' and not use_fsdp:     # FSDP casts by its own policy
+if dtype != 'float32' and not use_fsdp:
     autocast = torch.autocast(device_type, getattr(torch, dtype))
 
 
@@ -531,7 +532,7 @@ def evaluate():
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
                 loss = model(X, Y).mean()
-            if k < eval_iters:              # a rank without a batch left still takes part, for FSDP's sake
+            if k < eval_iters:              # a rank without a batch left still takes part: it may hold shards of weights
                 total += loss
             signals = mean_over_ranks(torch.full((), float(stop_signal), device=device))
             if signals.item() > 0:          # all ranks leave at the same batch
