@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, gather_samples,
-                        load_start, save_checkpoint, save_gradients, write_scored, write_valset)
+from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
+                        save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
@@ -94,11 +94,11 @@ scale_lr = False                    # multiply learning_rate and min_lr by world
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, a minute at the start | 'blocks':
-                                    # one by one, as always with FSDP: 1% slower, and soon done if there are many
+                                    # one by one: 1% slower, and soon done if there are many
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 timeout_minutes = 60                # after which a rank that waits for another gives up; rank 0 may download, or save
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
-use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks
+use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks; compile: 'blocks'
 fsdp_min_num_params = 0             # consecutive blocks are grouped until a unit has this many; 0: one unit per block
 fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (matmuls and attention are kept); in any mode
 fsdp_cpu_offload = False            # keep shards and optimizer state in host memory
@@ -167,9 +167,12 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
-counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head
-    n_embd timeout_minutes fsdp_replicate ghost_val_batch_size ghost_interval ghost_save_interval
-    grad_dump_step_interval grad_dump_save_first_n'''.split()
+counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
+    timeout_minutes
+    fsdp_replicate
+    ghost_val_batch_size ghost_interval ghost_save_interval
+    grad_dump_step_interval grad_dump_save_first_n
+    '''.split()
 for name, value in config.items():
     low, high = (1, 2**31) if name in counts else (0, 2**63)
     if isinstance(value, (int, float)):
@@ -303,12 +306,12 @@ def mean_over_ranks(tensor):
 
 
 def my_shard(tensor):
-    """What this rank holds of a tensor: under FSDP its shard, else all of it."""
+    """What this rank holds of a tensor: its shard of a DTensor, all of an ordinary one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full(tensor):
-    """The whole of a tensor that FSDP has sharded; all ranks participate. Another tensor is whole as it is."""
+    """The whole of a tensor: a DTensor is gathered, and all ranks participate; an ordinary one is whole as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -362,6 +365,7 @@ if use_fsdp:
         policy['offload_policy'] = CPUOffloadPolicy(pin_memory=gpus > 0)
         weights_device = 'cpu'
     forward_dtype = None if dtype == 'float32' else getattr(torch, dtype)
+    # the policy casts; autocast is off
     policy['mp_policy'] = MixedPrecisionPolicy(forward_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     unit, unit_params = [], 0
     for block in raw_model.transformer.h:
@@ -373,7 +377,7 @@ if use_fsdp:
     fully_shard(raw_model, **policy)    # the rest: embeddings, final norm and head
 raw_model.to_empty(device=weights_device)
 raw_model.tie()
-params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once, without ghost_*
+params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
@@ -389,7 +393,7 @@ if scale_lr:
     learning_rate *= gradient_accumulation_steps
     min_lr *= gradient_accumulation_steps
 autocast = nullcontext()
-if dtype != 'float32' and not use_fsdp:     # FSDP casts by its own policy
+if dtype != 'float32' and not use_fsdp:
     autocast = torch.autocast(device_type, getattr(torch, dtype))
 
 
@@ -434,6 +438,7 @@ def compare_replicas():
 # parameters. The backward passes of training then give each sample's dot product with it, as the gradient of zeros
 # that go into the model; model.py says how.
 if use_ghost:
+    from checkpoint import gather_samples, write_scored, write_valset
     ghost_windows = bins['ghost'][2] - block_size
     require(ghost_val_batch_size <= ghost_windows,
             f'ghost_val_batch_size={ghost_val_batch_size}: {bins["ghost"][0]} has only {ghost_windows:,} windows')
@@ -454,6 +459,8 @@ def ghost_offsets(step):
 def ghost_begin_step():
     """If this step is scored, ghost_* <- the gradient of the mean validation loss; all ranks participate."""
     global ghost_scoring, ghost_val_loss
+    if iter_num == start_iter and master_process and not ghost_val_resample:
+        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)))
     ghost_scoring = iter_num % ghost_interval == 0
     ghost_columns.clear()
     if not ghost_scoring:
@@ -545,7 +552,7 @@ def evaluate():
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
                 loss = model(X, Y).mean()
-            if k < eval_iters:              # a rank without a batch left still takes part, for FSDP's sake
+            if k < eval_iters:              # a rank without a batch left still takes part: it may hold shards of weights
                 total += loss
             signals = mean_over_ranks(torch.full((), float(stop_signal), device=device))
             if signals.item() > 0:          # all ranks leave at the same batch
@@ -594,8 +601,6 @@ if master_process and not eval_only:
         except Exception as error:
             fail(f'wandb_log=True: {error}: run `wandb login`, or set WANDB_MODE=offline')
     begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
-    if use_ghost and not ghost_val_resample:
-        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)))
 log_file = Path(out_dir, 'log.jsonl')
 
 

@@ -168,8 +168,8 @@ def read_tokens(bin, offsets, length, vocab_size):
             file.seek(offset * dtype.itemsize)
             part = np.fromfile(file, dtype, length)
             if len(part) < length:
-                raise ValueError(f'{path} ends at token {offset + len(part):,}, it was longer at the start: restore it, '
-                                 'and resume')
+                raise ValueError(f'{path} ends at token {offset + len(part):,}, it was longer at the start: '
+                                 'restore it, and resume')
             row[:] = part
     if tokens.max() >= vocab_size:
         where = offsets[tokens.max(1).argmax()]
