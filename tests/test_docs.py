@@ -1,0 +1,59 @@
+"""README and docs/: links lead somewhere, and commands name scripts, config files and settings that exist."""
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PAGES = [Path(ROOT, 'README.md'), *sorted(Path(ROOT, 'docs').glob('*.md'))]
+PASS_ON = {'scripts/bench.py', 'scripts/find_noise.py', 'scripts/quickstart.sh', 'scripts/slurm.sh'}    # to train.py
+
+
+def anchors(page):
+    headings = re.findall(r'^#+ (.*)', page.read_text(encoding='utf-8'), re.M)
+    return [re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings]
+
+
+def commands(page):
+    """The words of every command in the page's code; a setting may stand alone."""
+    for block, span in re.findall(r'^```\n(.*?)^```|`([^`]+)`', page.read_text(encoding='utf-8'), re.M | re.S):
+        for line in block.splitlines() or [span.replace('\n', ' ')]:
+            if re.match(r'python |torchrun |sbatch |bash |--\w', line):
+                yield shlex.split(line, comments=True)
+
+
+def test_readme_is_short():
+    lines = PAGES[0].read_text(encoding='utf-8').splitlines()
+    assert len(lines) <= 180 and any(line.startswith('torchrun') for line in lines[:50])    # 50: the first screen
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
+def test_links(page):
+    text = page.read_text(encoding='utf-8')
+    for target in re.findall(r'\]\((?!http)([^)]+)\)', text):
+        path, _, anchor = target.partition('#')
+        there = page.parent / path if path else page
+        assert there.exists() and (not anchor or anchor in anchors(there)), target
+    for path in re.findall(r'\b(?:config|data|scripts|tests)/[\w/]+\.(?:py|sh)\b', text):
+        assert 'NAME' in path or Path(ROOT, path).is_file(), path
+
+
+def test_commands(fork, tmp_path):
+    helps, used = {}, []    # {script: its --help}, [(a setting, the scripts that might take it)]
+    for page in PAGES:
+        for words in commands(page):
+            scripts = [word for word in words if re.fullmatch(r'(?!config/|NAME)[\w/]+\.(py|sh)', word)]
+            settings = words        # `torchrun ... --setting` without a script is of torchrun too: left out
+            if scripts:
+                settings = words[words.index(scripts[0]):]
+            elif words[0][:2] != '--':
+                continue
+            scripts += ['train.py'] if PASS_ON & set(scripts) else []
+            used += [(word.partition('=')[0], scripts) for word in settings if word.startswith('--')]
+            for script in set(scripts) - set(helps):
+                helps[script] = ''
+                if script.endswith('.py'):
+                    helps[script] = fork(tmp_path, '--help', script=str(Path(ROOT, script)), tiny_args=False, warn=False).out
+    for name, scripts in used:      # a setting that stands alone may be of any script
+        assert re.search(rf'{name}\b', ''.join(helps[script] for script in scripts or helps)), f'{scripts}: no {name}'
