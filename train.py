@@ -167,8 +167,8 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
-counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-    timeout_minutes
+counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size
+    n_layer n_head n_embd timeout_minutes
     fsdp_replicate
     ghost_val_batch_size ghost_interval ghost_save_interval
     grad_dump_step_interval grad_dump_save_first_n
@@ -552,7 +552,7 @@ def evaluate():
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
                 loss = model(X, Y).mean()
-            if k < eval_iters:              # a rank without a batch left still takes part: it may hold shards of weights
+            if k < eval_iters:              # a rank without a batch left still takes part: it may hold shards
                 total += loss
             signals = mean_over_ranks(torch.full((), float(stop_signal), device=device))
             if signals.item() > 0:          # all ranks leave at the same batch

@@ -1,4 +1,4 @@
-"""What users met: weights that are not finite, changed batch sizes, two runs in one folder, lost terminals, leftovers."""
+"""What users met: weights that are not finite, changed batch sizes, two runs in one folder, lost terminals."""
 import json
 import os
 import pickle
@@ -57,7 +57,7 @@ def test_each_window_once_per_epoch_over_changed_batch_sizes(fork, tmp_path, siz
     tokens = os.path.getsize(data / 'train.bin') // 2
     block = (tokens - 1) // 100
     windows = (tokens - 1) // block
-    seen, step = 0, 0
+    step = 0
     for i, size in enumerate(sizes):
         step += (windows * 3 // 2 // len(sizes)) // size
         fork(tmp_path, f'--dataset={data}', f'--block_size={block}', '--data_order=epoch', '--use_ghost=True',
@@ -199,7 +199,7 @@ def sharded(fork, tmp_path_factory):
 
 
 def evil_pickles(path):
-    """Pickles that write a file if they are loaded plainly, hidden in the fields of a checkpoint's metadata."""
+    """Pickles that write a file if loaded plainly, hidden in the fields of a checkpoint's metadata."""
     real = pickle.loads(path.read_bytes())
     for number in range(8):
         found, mark = pickle.loads(path.read_bytes()), path.parent.parent / f'executed{number}'

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, TRAIN, ckpt_of, log_of
 from modes_helper import same
 
-PAGE = Path(ROOT, 'docs', 'deleting_a_mode.md')
+PAGE = Path(ROOT, 'docs', 'forking.md')
 MENTIONS = {'ghost': 'ghost', 'FSDP': 'fsdp|hsdp', 'gradient dumps': 'grad_dump|dump_gradients|save_gradients'}
 RUNS = {'plain': (None, []), 'DDP': (2, []), 'FSDP': (2, ['--use_fsdp=True']), 'ghost': (2, ['--use_ghost=True'])}
 
