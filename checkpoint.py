@@ -21,7 +21,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from data.bins import FULL, GPT2_VOCAB, write_file
 from model import GPT, GPTConfig
 
-warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
 CHECKPOINTS = ('ckpt.pt', 'best.pt', 'ckpt_dcp')
@@ -78,6 +77,14 @@ def on_rank0(function, *args):
     problem = from_rank0(problem)
     if problem is not None:
         raise ValueError(problem)
+
+
+@contextmanager
+def one_process_too():
+    """Around torch.distributed.checkpoint's calls, which otherwise warn where there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='torch.distributed is disabled')
+        yield
 
 
 # ---- where a run starts ----------------------------------------------------------------------------------------------
@@ -227,7 +234,8 @@ def load_sharded(folder, model, optimizer):
     tensors = state_of(model, optimizer, whole=False)
     groups = tensors['optimizer'].pop('param_groups')
     try:
-        dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not dist.is_initialized())
+        with one_process_too():
+            dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not dist.is_initialized())
     except (Exception, dcp.CheckpointException) as error:
         raise ValueError(f'{folder} does not load: {why(error)}') from None
     set_model_state_dict(model, tensors['model'], options=StateDictOptions(strict=False))
@@ -366,10 +374,12 @@ def save_sharded(folder, tensors, rest, in_background, on_disk):
     if in_background:
         if dist.is_initialized() and not saver_group:
             saver_group.append(dist.new_group(backend='gloo'))
-        saving['future'] = dcp.async_save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized(),
-                                          process_group=saver_group[0] if saver_group else None)
+        with one_process_too():
+            saving['future'] = dcp.async_save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized(),
+                                              process_group=saver_group[0] if saver_group else None)
     else:
-        dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
+        with one_process_too():
+            dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
 
 
 def finish_saving(keep, wait=True):
@@ -420,7 +430,8 @@ def save_gradients(folder, gradients, first_n):
         inner.mkdir(parents=True)
     barrier()
     if first_n is None:
-        dcp.save(gradients, checkpoint_id=inner, no_dist=not dist.is_initialized())
+        with one_process_too():
+            dcp.save(gradients, checkpoint_id=inner, no_dist=not dist.is_initialized())
     else:
         for name, gradient in gradients.items():    # one full gradient at a time
             if hasattr(gradient, 'full_tensor'):    # FSDP's
