@@ -1,13 +1,15 @@
 """What the commands share: notes and errors of one line, arguments, and pictures."""
 import argparse
 import io
+import math
 import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 from configurator import fail
-from data.bins import write_file
+from data.bins import find_folder, load_meta, write_file
+from data.corpus import get_tokenizer
 
 
 def note(message):
@@ -47,7 +49,7 @@ def printing():
 
 
 def must_be_writable(path, new=False):
-    """End with one line, before any work, if no file can be written to `path`; if it is to be new, also if it exists."""
+    """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if os.path.isdir(path) or new and os.path.exists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
@@ -65,11 +67,31 @@ def write_result(path, data):
         raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
 
 
+def find_tokenizer(source, checkpoint):
+    """The tokenizer of a checkpoint, the dict of checkpoint.read_checkpoint(source). One that does not name it, as
+    nanoGPT's, has that of the dataset it was trained on, or else GPT-2's. ValueError (one line) if none fits its ids;
+    OSError if GPT-2's cannot be had."""
+    ids, meta, dataset = checkpoint['model_args']['vocab_size'], checkpoint['meta'], checkpoint['config'].get('dataset')
+    whose = 'its tokenizer'
+    if not meta and dataset:
+        meta, whose = load_meta(find_folder(dataset)), f'the tokens in {find_folder(dataset)}'
+    spec = (meta or {}).get('tokenizer')
+    if spec is None:
+        if ids not in (50257, 50304):
+            told = f'nor does its dataset, {dataset}: is that missing here?' if dataset else 'only its ckpt.pt could'
+            raise ValueError(f'{source} has {ids} token ids and does not say what text they mean; {told}')
+        spec = 'gpt2'
+    tokenizer = get_tokenizer(spec)
+    if ids not in (tokenizer.vocab_size, math.ceil(tokenizer.vocab_size / 64) * 64):    # padded, for a GPU's sake
+        raise ValueError(f'{source} has {ids} token ids and {whose} {tokenizer.vocab_size}: not made for each other')
+    return tokenizer
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def load_pyplot(path, required=True):
-    """matplotlib.pyplot, to draw a picture into the file `path`, with or without a display. Where matplotlib is missing
-    or cannot write such a file, the command ends with one line; it goes on, with None, if the picture is not required."""
+    """matplotlib.pyplot, to draw a picture into the file `path`, with or without a display. Where matplotlib is
+    missing, a command ends with one line; or goes on, with None and a note, if the picture is not required."""
     try:
         import matplotlib
         from matplotlib.backend_bases import FigureCanvasBase

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import load_meta
 from scripts.common import fail, load_pyplot, one_line_parser, printing, write_picture, write_result
 from scripts.data_value import by_window, read_ghost
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK, WINDOWS, STEPS, SEED = 128, 500, 500, 0
 SETTINGS = dict(device='cpu', compile=False, use_ghost=True, ghost_val_batch_size=32, ghost_save_interval=50,
                 data_order='epoch',     # windows begin at multiples of block_size: each is all text or all noise
