@@ -215,6 +215,25 @@ def log_of(out):
     return {r['iter']: r for r in steps}, {r['iter']: r for r in evals}
 
 
+WORST = {}      # {(mode, what): the largest difference that the tests of this session have measured}
+
+
+def record(mode, what, difference):
+    """Note a difference of a mode from plain training, or from plain autograd, for the table at the session's end."""
+    WORST[mode, what] = max(difference, WORST.get((mode, what), 0.0))
+    return difference
+
+
+def pytest_terminal_summary(terminalreporter):
+    modes, kinds = ([*dict.fromkeys(key[i] for key in WORST)] for i in (0, 1))
+    if WORST:
+        terminalreporter.section('worst differences from plain training and plain autograd')
+        terminalreporter.line(' ' * 8 + ''.join(f'{kind:>16}' for kind in kinds))
+    for mode in modes:
+        cells = [f'{WORST[mode, kind]:.1e}' if (mode, kind) in WORST else '' for kind in kinds]
+        terminalreporter.line(f'{mode:8}' + ''.join(f'{cell:>16}' for cell in cells))
+
+
 def ckpt_of(out, name='ckpt.pt'):
     return torch.load(out / name, map_location='cpu', weights_only=True)
 
