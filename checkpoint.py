@@ -145,8 +145,7 @@ def read_checkpoint(src):
     src may be the name of OpenAI's weights, such as 'gpt2-xl', too.
     Raises ValueError (one line) if there is no complete checkpoint of ours, nanoGPT's or GPT-2 in Hugging Face form.
     """
-    hf_files = ('model.safetensors', 'model.safetensors.index.json')
-    if src in OPENAI or any(os.path.isfile(os.path.join(src, name)) for name in hf_files):
+    if src in OPENAI or is_hf_folder(src):
         model_args, weights = load_hf(src)
         ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args, 'meta': hf_record(src).get('meta')}
     elif os.path.isfile(os.path.join(src, '.metadata')):
@@ -369,6 +368,11 @@ TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'ml
 
 
 OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+
+def is_hf_folder(path):
+    """Whether a folder holds weights in Hugging Face form."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ('model.safetensors', 'model.safetensors.index.json'))
 
 
 def download_gpt2(name):
