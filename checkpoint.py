@@ -1,7 +1,13 @@
-"""The files of a run: where to start, what fits no longer, what is to be deleted; checkpoints of every form, and GPT-2
-folders in Hugging Face form."""
+"""
+A run's files: where it starts, loading and saving under every mode, what is forgotten; checkpoints of every form, read
+in a plain process; GPT-2 folders in Hugging Face form. Nothing of a file is ever executed.
+
+ckpt.pt, best.pt     the last and the best checkpoint of the format 'full', one file each
+ckpt_dcp/step_N/     a 'sharded' checkpoint: each rank's part, and state.json; named step_N.tmp until it is complete
+A checkpoint is a dict: model (weights under the names of GPT.state_dict()), optimizer (state by parameter name),
+model_args (for GPTConfig), iter_num, best_val_loss, config, meta (the record of the data), scaler, wandb_id.
+"""
 import difflib
-import io
 import json
 import math
 import os
@@ -9,133 +15,534 @@ import pathlib
 import pickle
 import re
 import shutil
+import socket
 import sys
+import tempfile
+import time
 import urllib.request
+import warnings
 import zipfile
 from contextlib import suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:     # on Windows
+    fcntl = None
+
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+                                                     set_model_state_dict, set_optimizer_state_dict)
 
 from data.bins import FULL, write_file
 from model import GPT, GPTConfig
 
-SAMPLED = re.compile(r'(.+)_first(\d+)\.safetensors')  # <param>_first<n>.safetensors: rows 0..n-1 of its gradient
-DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # one process may save checkpoints too
+torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
+
+CHECKPOINTS = ('ckpt.pt', 'best.pt', 'ckpt_dcp')
+OF_A_RUN = (*CHECKPOINTS, 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
 
 
-# ---- where a run starts, and the files that an earlier one left ---
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+def is_rank0():
+    return not dist.is_initialized() or dist.get_rank() == 0
 
-def find_start(init_from, out_dir, overwrite, eval_only):
-    """(checkpoint, state, leftovers): the path of out_dir's newest checkpoint, None if there is none or init_from asks
-    for something else; what it holds, or the pretrained weights that init_from names, or {}; an earlier run's files,
-    by name, that a new run has to delete.
 
-    state is read_checkpoint's dict, of a sharded checkpoint without the tensors: every rank reads its part of those.
-    Raises ValueError (one line) if a checkpoint is torn, there is none to resume, or a new run would come upon an
-    earlier one's files, unless it only evaluates or may overwrite them; what it starts from it may not.
-    """
-    names = 'ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper'
-    leftovers = [name for name in names if Path(out_dir, name).exists()]
-    checkpoint, state = newest_checkpoint(out_dir) if init_from in ('resume', 'auto') else None, {}
-    if checkpoint is not None and os.path.isdir(checkpoint):
+def from_rank0(thing):
+    """Rank 0's object, on every rank."""
+    box = [thing]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box)
+    return box[0]
+
+
+def barrier():
+    """No rank goes on before all are here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def on_rank0(function, *args):
+    """Call a function on rank 0 alone. A ValueError or OSError in it becomes a ValueError (one line) on every rank."""
+    problem = None
+    if is_rank0():
         try:
-            state = json.loads(Path(checkpoint, 'state.json').read_text())
-            get_checkpoint_metadata(checkpoint)
-            state['model_args'], state['iter_num'], state['param_groups']
-        except (OSError, ValueError, LookupError, TypeError):
-            raise ValueError(f'{checkpoint} is torn: delete that folder, and the one before is taken') from None
-    elif checkpoint is not None or init_from not in ('scratch', 'resume', 'auto'):
-        state = read_checkpoint(checkpoint or init_from)
-    elif init_from == 'resume':
+            function(*args)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    problem = from_rank0(problem)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+# ---- where a run starts ----------------------------------------------------------------------------------------------
+def find_start(config, given, meta, shape_names):
+    """
+    Where a run starts; all ranks participate, rank 0 alone looks at the disk.
+
+    config: train.py's settings; given: the names of those that the user has set; meta: the record of the training data;
+    shape_names: the settings that a checkpoint prescribes. Returns a dict: what a checkpoint holds, and
+    resumed_from    the path of the checkpoint in out_dir that the run goes on from, or None
+    sharded         whether each rank is to read its part of that; otherwise model and optimizer are whole, on rank 0
+    leftovers       names of an earlier run's files that a new run deletes
+    passed_over     {path: what is wrong with it} of newer checkpoints, which do not load
+    Raises ValueError (one line) if there is none to resume, it does not fit the settings, or a new run would come upon
+    an earlier one's files.
+    """
+    found, whole = [], {}
+
+    def choose():
+        start = choose_start(config, given, meta, shape_names)
+        whole.update(model=start.pop('model', {}), optimizer=start.pop('optimizer', {}))
+        found.append(start)
+
+    on_rank0(choose)
+    start = from_rank0(found[0] if found else None)
+    start['has_optimizer'] = from_rank0(bool(whole.get('optimizer')))
+    return {**start, **whole}
+
+
+def choose_start(config, given, meta, shape_names):
+    """find_start's work on rank 0."""
+    init_from, out_dir = config['init_from'], config['out_dir']
+    shape_given = given.intersection(shape_names)
+    leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
+    start = {'iter_num': 0, 'samples_seen': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
+    facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}}
+    if init_from in ('resume', 'auto'):
+        facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
+    if facts['resumed_from'] is not None:
+        start.update(start_there)
+        if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
+            step = {**config, **(start['config'] or {})}
+            start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
+        facts['sharded'] = os.path.isdir(facts['resumed_from'])
+        must_fit(facts['resumed_from'], start, config, shape_given, meta)
+        for problem in facts['passed_over'].values():
+            print(f'passed over, since it does not load: {problem}', flush=True)
+        told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
+        print('; '.join(told + changes(start, config, meta, shape_names)), flush=True)
+        return {**start, **facts, 'model_args': without_dropout(start['model_args'])}
+    if init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
-    source = Path(init_from).resolve() if state and checkpoint is None else Path()
-    if overwrite and not eval_only and source.exists() and Path(out_dir).resolve() in (source, *source.parents):
-        raise ValueError(f'it lies in {out_dir}, which --overwrite=True would empty: another --out_dir')
-    if checkpoint is None and leftovers and not (overwrite or eval_only or init_from == 'auto'):
+    facts['leftovers'] = leftovers
+    if leftovers and init_from != 'auto' and not config['overwrite'] and not config['eval_only']:
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
                          'by --init_from=auto, or delete it by --overwrite=True')
-    return checkpoint, state, leftovers if checkpoint is None else []
+    if init_from in ('scratch', 'auto'):
+        start['model_args'], start['model'] = new_model(config, meta, shape_names)
+    else:
+        start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta)
+    return {**start, **facts}
 
 
-def must_fit(source, state, config, names, meta):
-    """Raises ValueError (one line) if a checkpoint or pretrained model, whose dict is `state`, has another value of one
-    of these settings than config, or another tokenizer than today's training data, whose record is `meta`."""
-    args, then = state['model_args'], (state.get('meta') or {}).get('tokenizer')
-    wrong = [f'{k}={config[k]} (there {args[k]})' for k in sorted(names) if config[k] != args[k]]
+def new_model(config, meta, shape_names):
+    """(model_args, weights) of a model that knows nothing, for the data whose record is meta."""
+    vocab_size = meta.get('vocab_size', 50257)
+    if vocab_size >= 1024:
+        vocab_size = math.ceil(vocab_size / 64) * 64        # GPUs prefer a multiple of 64
+    on_gpu = config['device'].startswith('cuda')
+    gelu = 'tanh' if on_gpu else 'none'     # GPT-2's own; the exact form is a tenth quicker on a CPU
+    model_args = {**{name: config[name] for name in shape_names}, 'vocab_size': vocab_size, 'gelu': gelu}
+    torch.manual_seed(config['seed'])
+    return model_args, GPT(GPTConfig(**model_args)).state_dict()
+
+
+def pretrained(source, config, shape_given, meta):
+    """(model_args, weights) of OpenAI's GPT-2 by name, of a Hugging Face folder or of a checkpoint."""
+    ckpt = read_checkpoint(source)
+    must_fit(source, ckpt, config, shape_given - {'block_size'}, meta)
+    place, out_dir = Path(source).resolve(), Path(config['out_dir']).resolve()
+    if config['overwrite'] and not config['eval_only'] and place.exists() and out_dir in (place, *place.parents):
+        raise ValueError(f'it lies in {config["out_dir"]}, which --overwrite=True would empty: another --out_dir')
+    model_args, weights, block_size = without_dropout(ckpt['model_args']), ckpt['model'], config['block_size']
+    positions = model_args['block_size']
+    if block_size > positions:
+        raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
+    model_args['block_size'] = block_size
+    weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
+    return model_args, weights
+
+
+def without_dropout(model_args):
+    """A checkpoint's dropout is its run's; every run sets its own."""
+    return {name: value for name, value in model_args.items() if name != 'dropout'}
+
+
+def must_fit(source, ckpt, config, names, meta):
+    """Raises ValueError (one line) if a checkpoint or pretrained model, whose dict is ckpt, has another value of one of
+    these settings than config, or another tokenizer than today's training data, whose record is meta."""
+    args = ckpt['model_args']
+    wrong = [f'{name}={config[name]} (there {args[name]})' for name in sorted(names) if config[name] != args[name]]
     if wrong:
         raise ValueError(f'{source} has another {", ".join(wrong)}: leave that out, or start from another, '
                          'or from scratch in another out_dir')
-    if then and meta.get('tokenizer', then) != then:
-        raise ValueError(f'{source} has another tokenizer than dataset={config["dataset"]}: same ids, other text')
+    if config['new_tokenizer']:
+        return
+    then, dataset = ckpt.get('meta') or {}, config['dataset']
+    allow = 'to train these weights on other tokens all the same, --new_tokenizer=True'
+    if then.get('tokenizer') and meta.get('tokenizer', then['tokenizer']) != then['tokenizer']:
+        raise ValueError(f'{source} has another tokenizer than dataset={dataset}: same ids, other text; {allow}')
+    known, ids = then.get('vocab_size', args['vocab_size']), meta.get('vocab_size', 50257)
+    padded = math.ceil(ids / 64) * 64       # as new_model and nanoGPT round up
+    if known not in (ids, padded):
+        raise ValueError(f'{source} knows {known:,} token ids, dataset={dataset} has {ids:,}: other tokens; {allow}')
 
 
-def changes(state, config, meta, shape_names):
-    """What has changed since a checkpoint, whose dict is `state`, was written: a list of phrases."""
-    changed = [f'{k} {v!r} -> {config[k]!r}' for k, v in (state.get('config') or {}).items() if k in config
-               and config[k] != v and k not in ('init_from', 'overwrite', *shape_names)]
-    return changed + ['the tokens of the dataset'] * ((state.get('meta') or meta).get('splits') != meta.get('splits'))
+def changes(ckpt, config, meta, shape_names):
+    """What has changed since a checkpoint, whose dict is ckpt, was written: a list of phrases."""
+    then, told = ckpt.get('config') or {}, []
+    for name, value in then.items():
+        if name in config and config[name] != value and name not in ('init_from', 'overwrite', *shape_names):
+            told.append(f'{name} {value!r} -> {config[name]!r}')
+    if (ckpt.get('meta') or meta).get('splits') != meta.get('splits'):
+        told.append('the tokens of the dataset')
+    return told
+
+
+def load_start(start, model, optimizer, scaler):
+    """Fill the model, and where there is a state the optimizer and the scaler, with what find_start has found.
+    ValueError (one line) on every rank if a sharded checkpoint is torn. All ranks participate."""
+    hyperparameters = [{k: v for k, v in group.items() if k != 'params'} for group in optimizer.param_groups]
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=False)
+    if start['sharded']:
+        load_sharded(start['resumed_from'], model, optimizer)
+    else:
+        set_model_state_dict(model, start.pop('model', {}), options=whole)
+    if start['has_optimizer']:
+        set_optimizer_state_dict(model, optimizer, start.pop('optimizer', {}), options=whole)
+    for group, values in zip(optimizer.param_groups, hyperparameters):
+        group.update(values)                # weight decay and betas of today, not the checkpoint's
+    if start['scaler']:
+        scaler.load_state_dict(start['scaler'])
+
+
+def load_sharded(folder, model, optimizer):
+    """Each rank its part of a ckpt_dcp/step_N."""
+    tensors = state_of(model, optimizer, whole=False)
+    groups = tensors['optimizer'].pop('param_groups')
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(folder), no_dist=not dist.is_initialized())
+    except (Exception, dcp.CheckpointException) as error:
+        raise ValueError(f'{folder} does not load: {why(error)}') from None
+    set_model_state_dict(model, tensors['model'], options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(model, optimizer, {**tensors['optimizer'], 'param_groups': groups})
+
+
+# ---- what a run writes -----------------------------------------------------------------------------------------------
+def check_out_dir(out_dir):
+    """Make the folder, and try to write in it; all ranks participate. ValueError (one line) if that fails."""
+    def attempt():
+        try:
+            os.makedirs(out_dir, exist_ok=True)
+            tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
+            lock(out_dir)
+        except OSError as error:
+            raise ValueError(f'out_dir={out_dir}: {error.strerror}: name a folder that can be written') from None
+    on_rank0(attempt)
+
+
+def lock(out_dir):
+    """One run at a time writes into out_dir: the lock ends with its process, however that ends. Raises ValueError (one
+    line) with the host and process that have it. Where a file system has no locks there is none."""
+    if fcntl is None:
+        return
+    file = open(Path(out_dir, 'lock'), 'a+')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(f'out_dir={out_dir}: another run writes there, {file.read().strip()}: end it, or name another '
+                         '--out_dir') from None
+    except OSError:
+        return
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    file.flush()
+    locks.append(file)      # open until the end
+
+
+def begin_out_dir(out_dir, start, config, evaluates):
+    """Rank 0's first writes: a new run deletes an earlier one's files, one that goes on what came after its checkpoint;
+    and config.json. evaluates: whether the run begins with an evaluation."""
+    if start['leftovers']:      # overwrite=True, or a restart before the first checkpoint
+        print(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}', flush=True)
+    for name in start['leftovers']:
+        remove(Path(out_dir, name))
+    for path in start['passed_over']:       # out of the way of what comes, but not lost
+        remove(Path(f'{path}.torn'))
+        os.replace(path, f'{path}.torn')
+    if start['resumed_from'] is not None:
+        for path in Path(out_dir, 'ckpt_dcp').glob('step_*'):
+            if path.suffix == '.tmp' or (path.suffix == '.torn' and not (path / '.metadata').is_file()):
+                remove(path)                # a save that died left it
+    write_file(Path(out_dir, 'config.json'), json.dumps(config, indent=1).encode())
+    if start['resumed_from'] is not None:
+        forget_later(Path(out_dir), start['iter_num'], evaluates)
+
+
+def remove(path):
+    """Delete a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def forget_later(out, step, evaluates):
     """Drop what a killed run logged and scored after its last checkpoint, of `step`, since it will happen again; also
     that step's evaluation, if the run that goes on begins with it."""
-    log = out / 'log.jsonl'
-    lines = []
+    log, kept = out / 'log.jsonl', []
     for line in log.read_text(errors='replace').splitlines() if log.is_file() else []:
         try:
-            lines += [line + '\n'] * (json.loads(line)['iter'] < step + ('val_loss' in line and not evaluates))
+            record = json.loads(line)
+            earlier_evaluation = 'val_loss' in record and record['iter'] == step and not evaluates
+            if record['iter'] < step or earlier_evaluation:
+                kept.append(line + '\n')
         except (ValueError, LookupError, TypeError):
             pass        # a kill may have cut the last one
-    write_file(log, ''.join(lines).encode())
+    write_file(log, ''.join(kept).encode())
     for path in (out / 'grad_dotprods').glob('iter_*.safetensors'):
         if path.stem[5:].isdigit() and int(path.stem[5:]) > step:
             path.unlink()
 
 
+def state_of(model, optimizer, whole):
+    """{'model': weights, 'optimizer': state by parameter name}, without ghost_*, tied weights once. whole: gathered
+    tensor by tensor into rank 0's host memory, {} elsewhere; otherwise each rank its part. All ranks participate."""
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    weights = get_model_state_dict(model, options=options)
+    return {'model': {name: weight for name, weight in weights.items() if name in names},
+            'optimizer': get_optimizer_state_dict(model, optimizer, options=options)}
+
+
+locks = []
+saving = {}     # a sharded checkpoint that is being written: its folder, and in the background its future
+saver_group = []    # the background's own process group: training's would be in its way
+
+
+def save_checkpoint(out_dir, model, optimizer, progress, last, best, sharded, in_background):
+    """
+    ckpt.pt (last) and/or best.pt (best), or ckpt_dcp/step_N. progress: all that a checkpoint holds beside tensors. A
+    sharded one is complete after finish_saving. All ranks participate.
+    """
+    tensors = state_of(model, optimizer, whole=not sharded)
+    if sharded:
+        save_sharded(Path(out_dir, 'ckpt_dcp', f'step_{progress["iter_num"]}'), tensors, {**progress, 'best': best},
+                     in_background, on_disk=not last)
+    elif is_rank0():
+        tensors['model']['lm_head.weight'] = tensors['model']['transformer.wte.weight']     # one tensor, stored once
+        names = []
+        if best:        # first: a kill in between leaves it the newest, and a run that goes on from it writes ckpt.pt
+            names.append('best.pt')
+        if last:
+            names.append('ckpt.pt')
+        write_file(Path(out_dir, names[0]), lambda file: torch.save({**tensors, **progress}, file))
+        if len(names) == 2:
+            with open(Path(out_dir, 'best.pt'), 'rb') as written:
+                write_file(Path(out_dir, 'ckpt.pt'), lambda file: shutil.copyfileobj(written, file))
+
+
+def save_sharded(folder, tensors, rest, in_background, on_disk):
+    """on_disk: the run has just gone on from this very checkpoint, and it turns out to be the best."""
+    rest['param_groups'] = tensors['optimizer'].pop('param_groups')
+    if on_disk and from_rank0((folder / '.metadata').is_file()):
+        if is_rank0():
+            write_file(folder / 'state.json', json.dumps(rest).encode())
+        return
+    temporary = folder.with_name(folder.name + '.tmp')
+    if is_rank0():
+        remove(temporary)       # what a save that died left
+        temporary.mkdir(parents=True)
+        write_file(temporary / 'state.json', json.dumps(rest).encode())
+    barrier()
+    saving['folder'] = folder
+    if in_background:
+        if dist.is_initialized() and not saver_group:
+            saver_group.append(dist.new_group(backend='gloo'))
+        saving['future'] = dcp.async_save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized(),
+                                          process_group=saver_group[0] if saver_group else None)
+    else:
+        dcp.save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized())
+
+
+def finish_saving(keep, wait=True):
+    """Give a sharded checkpoint that has been written its name, and delete those past the newest `keep` and the best; 0
+    deletes none. wait: until the background has written it; otherwise one that it has not is left for a later call."""
+    if not saving or not (wait or saving['future'].done()):
+        return
+    if 'future' in saving:
+        saving['future'].result()       # an error of the background thread shows here
+    folder = saving['folder']
+    saving.clear()
+    if is_rank0():
+        remove(folder)                  # of a life before the one that was gone on from
+        os.replace(folder.with_name(folder.name + '.tmp'), folder)
+        keep_newest(folder.parent, keep)
+
+
 def keep_newest(folder, keep):
     """Delete all complete step_N in ckpt_dcp but the newest `keep` and the best; 0 deletes none."""
-    complete = [f.parent for f in folder.glob('step_*/.metadata') if re.fullmatch(r'step_\d+', f.parent.name)]
-    complete.sort(key=lambda p: int(p.name[5:]))
+    complete = [path.parent for path in folder.glob('step_*/.metadata') if re.fullmatch(r'step_\d+', path.parent.name)]
+    complete.sort(key=lambda path: int(path.name[5:]))
     best = None
-    for path in complete if keep else []:
+    for path in complete:
         with suppress(OSError, ValueError):     # without state.json it is none to resume from
-            best = path if json.loads((path / 'state.json').read_text()).get('best') else best
+            if json.loads((path / 'state.json').read_text()).get('best'):
+                best = path
     for old in complete[:-keep] if keep else []:
-        if old != best:
-            (old / '.metadata').unlink()        # first: a half-deleted checkpoint must not count as one
-            shutil.rmtree(old)
+        try:
+            if old != best:
+                (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
+                remove(old)
+        except OSError as error:
+            print(f'warning: {old} is not needed any more, and can not be deleted: {error.strerror}', flush=True)
+
+
+def save_gradients(folder, gradients, first_n):
+    """
+    A step's gradients {name: tensor} -> folder/sharded, by all ranks at once, or with first_n the first rows of each,
+    folder/sampled/NAME_first<n>.safetensors, by rank 0. The folder appears when it is complete; False: it was there
+    already. All ranks participate.
+    """
+    if from_rank0(folder.exists()):
+        return False
+    temporary = folder.with_name(folder.name + '.tmp')
+    inner = temporary / ('sharded' if first_n is None else 'sampled')
+    if is_rank0():
+        remove(temporary)       # what a kill left
+        inner.mkdir(parents=True)
+    barrier()
+    if first_n is None:
+        dcp.save(gradients, checkpoint_id=inner, no_dist=not dist.is_initialized())
+    else:
+        for name, gradient in gradients.items():    # one full gradient at a time
+            if hasattr(gradient, 'full_tensor'):    # FSDP's
+                gradient = gradient.full_tensor()
+            n = min(first_n, len(gradient))
+            if is_rank0():
+                content = to_safetensors({'gradient': gradient[:n].contiguous().cpu()})
+                write_file(inner / f'{name}_first{n}.safetensors', content)
+    barrier()
+    if is_rank0():
+        os.replace(temporary, folder)
+    return True
+
+
+def gather_samples(columns):
+    """columns: of each micro-batch of this rank a tensor (rows, batch_size). Returns those of all ranks on the CPU,
+    (rows, samples of the global batch), in the order of the samples; all ranks participate."""
+    mine = torch.stack(columns)                     # (micro_batches, rows, batch_size)
+    ranks = [mine]
+    if dist.is_initialized():
+        ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, mine)
+    table = torch.stack(ranks, 2)                   # (micro_batches, rows, ranks, batch_size)
+    table = table.movedim(0, 1)                     # (rows, micro_batches, ranks, batch_size)
+    return table.flatten(1).cpu()                   # (rows, samples of the global batch)
+
+
+def write_valset(out_dir, offsets, X, Y):
+    """Ghost's fixed validation batch, X, Y (samples, block_size) at offsets -> grad_dotprods/valset.safetensors."""
+    tokens = torch.cat((X, Y[:, -1:]), 1).cpu()     # (samples, block_size + 1)
+    content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': tokens})
+    Path(out_dir, 'grad_dotprods').mkdir(exist_ok=True)
+    write_file(Path(out_dir, 'grad_dotprods', 'valset.safetensors'), content)
+
+
+def write_scored(out_dir, rows, names, steps_done):
+    """Scored steps, a dict of numbers and arrays each, -> grad_dotprods/iter_NNNNNN.safetensors, by rank 0; names: of
+    the parameters. Empties rows."""
+    if rows and is_rank0():
+        columns = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
+        folder = Path(out_dir, 'grad_dotprods')
+        folder.mkdir(exist_ok=True)
+        content = to_safetensors(columns, {'parameters': json.dumps(names)})
+        write_file(folder / f'iter_{steps_done:06d}.safetensors', content)
+    rows.clear()
 
 
 def excepthook(out_dir):
-    """For sys.excepthook: what the system refuses, such as room on a disk, is one line: a traceback would not help."""
+    """For sys.excepthook: what the system refuses, such as room on a disk or memory, is one line, told by the rank that
+    it happened to: a traceback would not help."""
     def report(kind, error, trace):
         cause, path = why(error), getattr(error, 'filename', None)
+        words = str(error).lower()
         if 'unexpected pos' in cause:       # of the ranks' errors only the words of torch's zip writer get through
             cause = os.strerror(FULL[0]) + ', it seems'
         if cause.startswith(tuple(map(os.strerror, FULL))):
-            path, cause = out_dir, f'{cause}: make room; --init_from=auto then goes on'
-        elif not isinstance(error, OSError) or path is None:
+            line = f'{path or out_dir}: {cause}: make room; --init_from=auto then goes on'
+        elif isinstance(error, OSError) and path is not None:
+            line = f'{path}: {cause}'
+        elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or 'allocate memory' in words:
+            line = f'out of memory ({cause.splitlines()[0]}): a smaller --batch_size, --block_size or model'
+        elif isinstance(error, RuntimeError) and ('connection closed' in words or 'connection reset' in words):
+            line = 'another rank has ended; its own line says why'      # which may come later: let it out first
+            time.sleep(2)
+            if not is_rank0():
+                return
+        else:
             return sys.__excepthook__(kind, error, trace)
-        print(f'train.py: {path}: {cause}', file=sys.stderr, flush=True)
+        print(f'train.py: {line}', file=sys.stderr, flush=True)
     return report
 
 
-# ---- reading checkpoints ---
+def why(error):
+    """What an error says without the path: the system's words, also where torch has put an error of its own around."""
+    failures = getattr(error, 'failures', None)     # torch.distributed.checkpoint's, by rank
+    if failures:
+        error = next(iter(failures.values()))[0]
+    inner = error
+    while inner and not isinstance(inner, OSError):
+        inner = inner.__context__
+    return getattr(inner, 'strerror', None) or str(error)
+
+
+# ---- checkpoints of any form, read in a plain process ----------------------------------------------------------------
+def newest_that_loads(out_dir):
+    """
+    (path, dict, passed_over): out_dir's newest checkpoint that loads, of ckpt.pt, best.pt and ckpt_dcp/step_N; what it
+    holds, of a sharded one without the tensors; {path: what is wrong with it} of newer ones that do not load.
+    (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
+    sound.
+    """
+    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.is_file()]
+    steps = [path for path in Path(out_dir, 'ckpt_dcp').glob('step_*') if re.fullmatch(r'step_\d+', path.name)]
+    steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
+    found, torn = [], {}
+    for path in paths + steps:
+        try:
+            ckpt = read_progress(path) if path in steps else read_checkpoint(path)
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            torn[path] = str(error)
+        else:
+            found.append((ckpt['iter_num'], path, ckpt))
+            if path in steps:
+                break       # the older ones need no look
+    if not found and torn:
+        raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
+                         '--init_from=scratch --overwrite=True starts anew and deletes them')
+    if not found:
+        return None, {}, {}
+    _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt
+    return str(path), ckpt, {str(path): problem for path, problem in torn.items()}
+
 
 def newest_checkpoint(out_dir):
-    """The path of the newest complete checkpoint in an out_dir, or None; of a sharded one .metadata is written last."""
-    inner, best, full = (os.path.join(out_dir, name) for name in ('ckpt_dcp', 'best.pt', 'ckpt.pt'))
-    found = {}
-    for name in os.listdir(inner) if os.path.isdir(inner) else []:
-        if re.fullmatch(r'step_\d+', name) and os.path.isfile(os.path.join(inner, name, '.metadata')):
-            found[int(name[5:])] = os.path.join(inner, name)
-    for path in (best, full):       # ckpt.pt, if they are of one step; after a kill there may be a best.pt alone
-        if os.path.isfile(path):
-            found[read_full(path)['iter_num']] = path
-    return found[max(found)] if found else None
+    """The path of the newest checkpoint in an out_dir that loads, or None; stderr says which it passes over."""
+    path, _, passed_over = newest_that_loads(out_dir)
+    for problem in passed_over.values():
+        print(f'passed over, since it does not load: {problem}', file=sys.stderr, flush=True)
+    return path
 
 
 def read_checkpoint(src):
@@ -161,47 +568,67 @@ def read_checkpoint(src):
         ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
-    return {**ckpt, 'iter_num': ckpt.get('iter_num', 0), 'best_val_loss': float(ckpt.get('best_val_loss', math.inf)),
-            'config': ckpt.get('config', {}), 'meta': ckpt.get('meta'), 'scaler': ckpt.get('scaler', {}),
-            'wandb_id': ckpt.get('wandb_id')}
+    defaults = {'iter_num': 0, 'best_val_loss': math.inf, 'config': {}, 'meta': None, 'scaler': {}, 'wandb_id': None}
+    ckpt = {**defaults, **ckpt}
+    ckpt['best_val_loss'] = float(ckpt['best_val_loss'])
+    return ckpt
 
 
 def read_full(path):
     """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
     try:
-        with open(path, 'rb') as file:  # torch.save's are zip files, whose directory comes last
-            problem = '' if zipfile.is_zipfile(file) else 'torn, or not a checkpoint'
+        with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
+            is_whole = zipfile.is_zipfile(file)
     except OSError as error:
-        problem = error.strerror
-    if problem:
-        raise ValueError(f'{path}: {problem}')
+        raise ValueError(f'{path}: {error.strerror}') from error
+    if not is_whole:
+        raise ValueError(f'{path}: torn, or not a checkpoint')
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
-        missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
-    except Exception as error:  # torch.load fails in many ways; a sentence of it says what is wrong
-        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)  # before that comes advice
+    except Exception as error:      # torch.load fails in many ways; a sentence of it says what is wrong
+        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)    # before that comes advice
         what = text.partition('\n')[0].partition('. ')[0]
         raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
+    kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
+    if not isinstance(ckpt, dict):
+        raise ValueError(f'{path}: not a checkpoint of train.py but a {type(ckpt).__name__}')
+    missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
     if missing:
         raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
     return ckpt
 
 
+def read_progress(folder):
+    """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing
+    or too short."""
+    try:
+        ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
+        for group in ckpt['param_groups']:
+            group['betas'] = tuple(group['betas'])      # JSON has no tuple
+        ckpt['model_args'], ckpt['iter_num']
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        cause = error if isinstance(error, PermissionError) else None
+        raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
+    ends = {}
+    for part in get_checkpoint_metadata(folder).storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        path = Path(folder, name)
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            raise ValueError(f'{path}: missing or torn, it has {size:,} bytes of at least {end:,}')
+    return ckpt
+
+
 def read_sharded(folder):
     """The dict of a ckpt_dcp/step_N folder: its tensors, and from state.json the rest."""
-    try:
-        with open(os.path.join(folder, 'state.json'), encoding='utf-8') as file:
-            ckpt = json.load(file)
-        groups = [{**g, 'betas': tuple(g['betas'])} for g in ckpt.pop('param_groups')]  # JSON has no tuple
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from None
-    ckpt.update(model={}, optimizer={'state': {}, 'param_groups': groups})
+    ckpt = read_progress(folder)
+    ckpt.update(model={}, optimizer={'state': {}, 'param_groups': ckpt.pop('param_groups')})
     for key, tensor in load_keys(folder):
         part, _, name = key.partition('.')
         if part == 'model':
             ckpt['model'][name] = tensor
-        else:  # optimizer.state.<parameter>.<exp_avg ...>
+        else:       # optimizer.state.<parameter>.<exp_avg ...>
             name, _, entry = name.removeprefix('state.').rpartition('.')
             ckpt['optimizer']['state'].setdefault(name, {})[entry] = tensor
     return ckpt
@@ -239,23 +666,43 @@ def tidy(src, model_args, weights, optimizer):
     return {'model': weights, 'optimizer': optimizer, 'model_args': model_args}
 
 
-# ---- torch.distributed.checkpoint folders, and sampled dumps ---
+# ---- torch.distributed.checkpoint folders, and sampled dumps ---------------------------------------------------------
+SAMPLED = re.compile(r'(.+)_first(\d+)\.safetensors')  # <param>_first<n>.safetensors: rows 0..n-1 of its gradient
+DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+# all that torch.distributed.checkpoint writes into .metadata; OLMo-core's own writer has a name of its own for one
+METADATA = {('torch.distributed.checkpoint.metadata', name): getattr(metadata, name) for name in (
+    'BytesStorageMetadata', 'ChunkStorageMetadata', 'Metadata', 'MetadataIndex', 'StorageMeta', 'TensorProperties',
+    'TensorStorageMetadata', '_MEM_FORMAT_ENCODING')}
+METADATA.update({(module, '_StorageInfo'): filesystem._StorageInfo for module in (
+    'torch.distributed.checkpoint.filesystem', 'olmo_core.distributed.checkpoint.filesystem')})
+METADATA.update({(module, name): pathlib.PurePath for module in ('pathlib', 'pathlib._local') for name in (
+    'Path', 'PosixPath', 'WindowsPath', 'PurePath', 'PurePosixPath', 'PureWindowsPath')})   # where it was once saved
+METADATA['torch', 'Size'] = torch.Size
+METADATA['torch.serialization', '_get_layout'] = torch.serialization._get_layout
+
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds only what torch.distributed.checkpoint writes into .metadata, so that a file cannot run code."""
+    """Builds only these classes, and torch's dtypes, so that a file cannot run code."""
 
     def find_class(self, module, name):
-        if module.startswith('pathlib'):  # where it was once saved; a Windows path on Linux must not fail
-            return pathlib.PurePath
-        if name == '_StorageInfo':  # also under the name of OLMo-core's own writer
-            return filesystem._StorageInfo
-        found = getattr({'torch': torch, metadata.__name__: metadata}.get(module), name, None)
-        ours = found is torch.Size or getattr(found, '__module__', '') == metadata.__name__
-        if ours or isinstance(found, torch.dtype):
-            return found
-        if (module, name) == ('torch.serialization', '_get_layout'):
-            return torch.serialization._get_layout
+        if (module, name) in METADATA:
+            return METADATA[module, name]
+        dtype = getattr(torch, name, None) if module == 'torch' and '.' not in name else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f'{module}.{name} does not belong there')
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's own reader, which is handed the metadata that MetadataUnpickler has read, and of that the tensors alone:
+    torch reads those by weights_only=True, other entries not."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.checked = get_checkpoint_metadata(folder)
+
+    def read_metadata(self, *args, **kwargs):
+        return self.checked
 
 
 def find_dump(path):
@@ -272,43 +719,61 @@ def find_dump(path):
 
 
 def get_checkpoint_metadata(dir):
-    """The torch.distributed.checkpoint Metadata of a dump; no tensor is read.
+    """The torch.distributed.checkpoint Metadata of a dump or checkpoint, of its tensors alone; none of them is read.
 
     `.state_dict_metadata[name]` has `.size` and `.properties.dtype`; for a sampled dump those of the rows it holds.
-    `dir`: stepN, or its sharded or sampled folder. Raises ValueError (one line) where .metadata is missing or torn.
+    `dir`: stepN, or its sharded or sampled folder. Raises ValueError (one line) where .metadata is missing or torn, or
+    holds what torch does not write there.
     """
     folder = find_dump(dir)
-    if os.path.exists(os.path.join(folder, '.metadata')):
-        with open(os.path.join(folder, '.metadata'), 'rb') as file:
-            try:
-                return MetadataUnpickler(file).load()
-            except Exception as error:  # a torn pickle fails in many ways
-                raise ValueError(f'{folder}/.metadata: torn or not a checkpoint ({error})') from None
+    if not os.path.exists(os.path.join(folder, '.metadata')):
+        return sampled_metadata(folder)
+    path = os.path.join(folder, '.metadata')
+    try:
+        with open(path, 'rb') as file:
+            found = MetadataUnpickler(file).load()
+        if type(found) is not metadata.Metadata:
+            raise ValueError(f'it holds a {type(found).__name__}')
+        for part in found.storage_data.values():
+            if type(part) is not filesystem._StorageInfo or os.path.basename(part.relative_path) != part.relative_path:
+                raise ValueError(f'it names a file elsewhere, {part!r:.80}')
+            part.transform_descriptors = None       # older files lack it
+        tensors = {name: entry for name, entry in found.state_dict_metadata.items()
+                   if type(entry) is metadata.TensorStorageMetadata}
+    except PermissionError as error:
+        raise ValueError(f'{path}: {error.strerror}') from error
+    except Exception as error:      # a torn pickle fails in many ways
+        raise ValueError(f'{path}: torn or not a checkpoint ({error})') from None
+    return metadata.Metadata(tensors, storage_data=found.storage_data, storage_meta=metadata.StorageMeta())
+
+
+def sampled_metadata(folder):
+    """get_checkpoint_metadata of a folder of sampled gradients; storage_data: {name: its file}."""
     tensors, files = {}, {}
-    for name in sorted(os.listdir(folder)):
-        if match := SAMPLED.fullmatch(name):
-            with open_sampled(os.path.join(folder, name)) as file:
+    for file_name in sorted(os.listdir(folder)):
+        match = SAMPLED.fullmatch(file_name)
+        if match:
+            with open_sampled(os.path.join(folder, file_name)) as file:
                 part = file.get_slice('gradient')
                 size, dtype = torch.Size(part.get_shape()), DTYPES.get(part.get_dtype())
             chunk = metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             tensors[match[1]] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, [chunk])
-            files[match[1]] = name
+            files[match[1]] = file_name
     return metadata.Metadata(tensors, storage_data=files)
 
 
 def find_keys(dir, names=None):
-    """(folder, Metadata, {name: its TensorStorageMetadata} for each of `names`, None: all) of a dump; reads no tensor.
+    """(folder, {name: its TensorStorageMetadata} for each of `names`, None: all) of a dump; reads no tensor.
 
     Raises ValueError (one line) for an unknown name.
     """
-    folder, meta = find_dump(dir), get_checkpoint_metadata(dir)
-    known = {k: v for k, v in meta.state_dict_metadata.items() if isinstance(v, metadata.TensorStorageMetadata)}
+    folder, known = find_dump(dir), get_checkpoint_metadata(dir).state_dict_metadata
     names = list(known) if names is None else list(names)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)
             raise ValueError(f'{folder}: no tensor {name!r}; nearest name: {"".join(near)}')
-    return folder, meta, {name: known[name] for name in names}
+    return folder, {name: known[name] for name in names}
 
 
 def load_keys(dir, names=None):
@@ -317,28 +782,21 @@ def load_keys(dir, names=None):
     `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
     Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
     """
-    folder, meta, known = find_keys(dir, names)
+    folder, known = find_keys(dir, names)
+    sharded = os.path.exists(os.path.join(folder, '.metadata'))
+    reader = SafeReader(folder) if sharded else None
     for name in known:
-        if isinstance(meta.storage_data.get(name), str):
-            with open_sampled(os.path.join(folder, meta.storage_data[name])) as file:
-                yield name, file.get_tensor('gradient')
-            continue
-        tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
-        for chunk in known[name].chunks:  # each rank's piece is a torch.save of its own within that rank's file
+        if sharded:
+            tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
             try:
-                info = meta.storage_data[metadata.MetadataIndex(name, chunk.offsets)]
-                path = os.path.join(folder, info.relative_path)
-                with open(path, 'rb') as file:
-                    file.seek(info.offset)
-                    data = file.read(info.length)
-                if len(data) < info.length:
-                    size, end = os.path.getsize(path), info.offset + info.length
-                    raise ValueError(f'{info.relative_path} has {size} bytes of at least {end}')
-                piece = torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
-                tensor[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes))] = piece
-            except Exception as error:
-                raise ValueError(f'{folder}: missing or torn file, {name} cannot be read ({error})') from None
-        yield name, tensor
+                dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+            except (Exception, dcp.CheckpointException) as error:
+                raise ValueError(f'{folder}: missing or torn file, {name} cannot be read ({why(error)})') from None
+            yield name, tensor
+        else:
+            file_name = get_checkpoint_metadata(folder).storage_data[name]
+            with open_sampled(os.path.join(folder, file_name)) as file:
+                yield name, file.get_tensor('gradient')
 
 
 def open_sampled(path):
@@ -349,16 +807,6 @@ def open_sampled(path):
         return file
     except (SafetensorError, OSError) as error:
         raise ValueError(f'{path}: missing or torn ({error})') from None
-
-
-def why(error):
-    """What an error says without the path: the system's words, also where torch has put an error of its own around."""
-    if failures := getattr(error, 'failures', None):  # torch.distributed.checkpoint's, by rank
-        error = next(iter(failures.values()))[0]
-    inner = error
-    while inner and not isinstance(inner, OSError):
-        inner = inner.__context__
-    return getattr(inner, 'strerror', None) or str(error)
 
 
 # ---- weights in Hugging Face form ------------------------------------------------------------------------------------
@@ -372,7 +820,8 @@ OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
 
 def is_hf_folder(path):
     """Whether a folder holds weights in Hugging Face form."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in ('model.safetensors', 'model.safetensors.index.json'))
+    names = 'model.safetensors', 'model.safetensors.index.json'
+    return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
 
 def download_gpt2(name):

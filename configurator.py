@@ -1,4 +1,5 @@
-"""Settings of a flat script: default < config files < command line, each checked against the type of its default.
+"""
+Settings of a flat script: default < config files < command line, each checked against the type of its default.
 
 A script assigns its settings at module level, a comment beside each, then calls `config, given = configure(globals())`.
 Then `python script.py config/small.py --batch_size=4` works from any directory, and `--help` prints its settings.
@@ -6,6 +7,7 @@ Then `python script.py config/small.py --batch_size=4` works from any directory,
 import ast
 import builtins
 import difflib
+import io
 import os
 import re
 import shutil
@@ -13,118 +15,215 @@ import sys
 import textwrap
 import time
 import tokenize
+from contextlib import contextmanager
 
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
 
+# What GhostSuite and the Hugging Face Trainer call our settings: an error that names an unknown name suggests ours.
+ELSEWHERE = dict(
+    method='use_ghost', val_batch_size='ghost_val_batch_size', dot_prod_save_interval='ghost_save_interval',
+    architecture='n_layer', model_name_or_path='init_from', resume_from_checkpoint='init_from', output_dir='out_dir',
+    overwrite_output_dir='overwrite', train_batch_size='batch_size', per_device_train_batch_size='batch_size',
+    max_seq_length='block_size', num_train_epochs='max_iters', max_steps='max_iters', warmup_steps='warmup_iters',
+    lr='learning_rate', max_grad_norm='grad_clip', adam_beta1='beta1', adam_beta2='beta2', bf16='dtype', fp16='dtype',
+    torch_compile='compile', fsdp='use_fsdp', gradient_checkpointing='fsdp_activation_checkpointing',
+    logging_steps='log_interval', eval_steps='eval_interval', save_steps='checkpoint_interval',
+    save_total_limit='keep_checkpoints', report_to='wandb_log', run_name='wandb_run_name')
+
+
+def print_escaped(text, stream):
+    """Print text; control characters and what the stream cannot encode come as escapes such as \\xe9."""
+    text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
+    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    try:
+        print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:     # the reader has gone, as in `--help | head -1`; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def quoted(value, form=repr):
+    """A value for an error message, cut short."""
+    try:
+        text = form(value)
+    except Exception:   # an int of more than 4300 digits, or a config file's own class
+        text = f'this {type(value).__name__}'
+    return text if len(text) <= 200 else f'{text[:200]}...'
+
+
+def under_torchrun():
+    """Whether this process is a rank: torchrun sets all of these. A lone RANK is a leftover in the environment."""
+    names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'
+    return all(os.environ.get(name, '').isdecimal() for name in names) and bool(os.environ.get('MASTER_ADDR'))
+
 
 def fail(message, code=2, every_rank=False):
-    """End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for
-    anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless every_rank
-    says that this fault is one rank's own."""
-    if every_rank or os.environ.get('LOCAL_RANK', '0') == '0':
+    """
+    End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for
+    anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless
+    every_rank says that this fault is one rank's own.
+    """
+    if every_rank or not under_torchrun() or os.environ['LOCAL_RANK'] == '0':
         line = f'{os.path.basename(sys.argv[0])}: {message}'
-        print(' '.join(line.split()), file=sys.stderr, flush=True)  # one line, whatever the message quotes
+        print_escaped(' '.join(line.split()), sys.stderr)    # one line, whatever the message quotes
     else:
-        time.sleep(2)  # torchrun ends all ranks as soon as one has ended: let the line out first
+        time.sleep(5)       # torchrun ends all ranks as soon as one has ended: let rank 0 be the first
     sys.exit(code)
 
 
+@contextmanager
+def one_line(before='', every_rank=False):
+    """Around calls that raise ValueError for bad input: the program ends by fail() with that error's line."""
+    try:
+        yield
+    except ValueError as error:
+        fail(f'{before}{error}', every_rank=every_rank)
+
+
 def configure(namespace, argv=None):
-    """Apply the config files named in `argv` (default sys.argv[1:]) in order, then its --name=value's, to `namespace`.
+    """
+    Apply the config files named in `argv` (default sys.argv[1:]) in order, then its --name=value's, to `namespace`.
 
     namespace: the calling script's globals(). Its settings: the int, float, bool, str and None values it has assigned.
+    argv: config files (.py) and --name=value or --name value, with - for _ too; --name alone means True.
     Returns (config, given): all settings as {name: value} in source order, and the set of names the user has set.
     A bad argument or config file: one line on stderr, exit code 2. `--help`: the settings on stdout, exit code 0.
     """
-    argv, script = sys.argv[1:] if argv is None else argv, os.path.basename(namespace['__file__'])
+    argv = sys.argv[1:] if argv is None else list(argv)
     config, comments, sections = read_settings(namespace)
-    defaults, given = dict(config), set()
-
-    def unknown(where, word, problem):
-        near = difflib.get_close_matches(word.strip('-').lower().replace('-', '_'), config, n=1, cutoff=0)
-        near = f'; nearest name: {near[0]}' if near and re.fullmatch(r'[\w-]+', word) else ''  # not of a path
-        fail(f'{where}: {problem}; arguments are --name=value or a config file (.py){near}')
+    if '-h' in argv or '--help' in argv:
+        if not under_torchrun() or os.environ['LOCAL_RANK'] == '0':  # under torchrun once, not once a rank
+            print_escaped(help_text(namespace, config, comments, sections), sys.stdout)
+        sys.exit(0)
+    choices = {name: listed(default, comments[name]) for name, default in config.items()}
+    given = set()
 
     def put(name, value, where):
         try:
-            config[name] = check(value, listed(defaults[name], comments[name]))
+            config[name] = check(value, choices[name])
         except ValueError as error:
-            fail(f'{where}: {name} takes {error}, not {value!r}')
+            fail(f'{where}: {name} takes {error}, not {quoted(value)}')
         given.add(name)
 
-    if '-h' in argv or '--help' in argv:
-        if os.environ.get('LOCAL_RANK', '0') == '0':  # under torchrun once, not once a rank
-            print(help_text(script, namespace.get('__doc__'), defaults, comments, sections))
-        sys.exit(0)
-    for arg in argv:  # the form of every argument first: a typing error is named before any file is executed
-        name, equals, _ = arg.partition('=')
-        if arg.startswith('--') and equals:
-            if name[2:] not in config:
-                unknown(arg, name, f'unknown name {name[2:]!r}')
-        elif arg.startswith('-') or not arg.endswith('.py'):
-            unknown(arg, name, 'not understood')
-    for arg in [a for a in argv if not a.startswith('--')]:
-        path = next((p for p in (arg, os.path.join(ROOT, arg)) if os.path.isfile(p)), None)
+    files, assignments = split(argv, choices)   # all of them first: a typing error is named before any file is executed
+    for file in files:
+        path = next((p for p in (file, os.path.join(ROOT, file)) if os.path.isfile(p)), None)
         if path is None:
-            fail(f'{arg}: no such config file, neither in {os.getcwd()} nor in {ROOT}')
+            fail(f'{file}: no such config file, neither in {os.getcwd()} nor in {ROOT}')
         for name, (value, line) in run_config(path, config).items():
             if name not in config:
-                unknown(f'{path}:{line}', name, f'unknown name {name!r}')
+                unknown(f'{path}:{line}', name, f'unknown name {name!r}', config)
             put(name, value, f'{path}:{line}')
-    for arg in [a for a in argv if a.startswith('--')]:
-        name, _, text = arg[2:].partition('=')
-        put(name, from_text(text, listed(defaults[name], comments[name])), arg)
+    for name, text, where in assignments:
+        put(name, from_text(text, choices[name]), where)
     namespace.update(config)
     return config, given
+
+
+def unknown(where, word, problem, names):
+    """Fail because of a word of the command line, or a name in a config file, that is no setting."""
+    name, hint = word.strip('-').lower().replace('-', '_'), ''
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0)
+    if ELSEWHERE.get(name) in names:
+        near = [ELSEWHERE[name]]
+    if near and re.fullmatch(r'[\w-]+', word):      # not of a path
+        hint = f'; nearest name: {near[0]}'
+    fail(f'{where}: {problem}; arguments are --name=value or a config file (.py){hint}')
+
+
+def split(argv, choices):
+    """([config file], [(name, its value as text, the argument as typed)]) of a command line."""
+    files, assignments, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        typed, equals, text = word.partition('=')
+        name = typed[2:].replace('-', '_')
+        if word.endswith('.py') and not word.startswith('-'):
+            files.append(word)
+            continue
+        if not typed.startswith('--') or typed == '--':
+            unknown(word, typed, 'not understood', choices)
+        if name not in choices:
+            unknown(word, typed, f'unknown name {typed[2:]!r}', choices)
+        if not equals:
+            switch = any(isinstance(choice, bool) for choice in choices[name])      # --name alone means True
+            if words and not words[0].startswith('--') and not (switch and words[0].endswith('.py')):
+                text = words.pop(0)
+                word = f'{word} {text}'
+            elif switch:
+                text = 'True'
+            else:
+                fail(f'{word}: needs a value: {typed}={choices[name][0]}')
+        assignments.append((name, text, word))
+    return files, assignments
 
 
 def read_settings(namespace):
     """({name: value}, {name: comment}, {name: section}) of the script whose globals() these are, in source order."""
     with tokenize.open(namespace['__file__']) as file:
-        comments = [t for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
-        file.seek(0)
-        tree = ast.parse(file.read())
-    beside, titles, anchor, last = {}, [], 0, 0  # beside: {line: comment after code}; titles: (line, text, has dashes)
-    for token in comments:
-        (row, column), text = token.start, token.string.strip('# ')
-        if column:  # after code, or an indented line right below that goes on with it
-            anchor, last = anchor if not token.line[:column].strip() and row == last + 1 else row, row
-            beside[anchor] = f'{beside.get(anchor, "")} {text}'.strip()
-        elif text.strip('-=─ '):
-            titles.append((row, text.strip('-=─ '), text[:2] in ('--', '==', '──')))
-    titles = [t for t in titles if t[2]] or titles  # beside dashed titles, plain comment lines are remarks
-    found = {}, {}, {}
-    for node in tree.body:  # a name assigned only after the call is not in the namespace yet
-        for name in [t.id for t in getattr(node, 'targets', []) if isinstance(t, ast.Name) and t.id in namespace]:
-            if type(namespace[name]) in (int, float, bool, str, type(None)) and not name.startswith('_'):
-                title = next((title for row, title, _ in reversed(titles) if row < node.lineno), 'settings')
-                for table, entry in zip(found, (namespace[name], beside.get(node.end_lineno, ''), title)):
-                    table.setdefault(name, entry)
-    return found
+        source = file.read()
+    beside, titles = {}, []     # {line of code: the comment after it}, [(line, text, has dashes)]
+    code, last = 0, 0           # the line of code that the latest comment belongs to, and that comment's own line
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        (line, column), text = token.start, token.string.strip('# ')
+        if column == 0:
+            titles.append((line, text.strip('-=─ '), text[:2] in ('--', '==', '──')))
+            continue
+        alone = not token.line[:column].strip()
+        if not alone or line != last + 1:   # else it goes on with the comment right above
+            code = line
+        last = line
+        beside[code] = f'{beside.get(code, "")} {text}'.strip()
+    titles = [title for title in titles if title[1]]
+    if any(dashes for _, _, dashes in titles):      # then plain comment lines are remarks
+        titles = [title for title in titles if title[2]]
+    values, comments, sections = {}, {}, {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.Assign):
+            continue
+        for name in [target.id for target in node.targets if isinstance(target, ast.Name)]:
+            if name not in namespace or name in values or name.startswith('_'):
+                continue    # not in the namespace: assigned only after the call
+            if type(namespace[name]) in (int, float, bool, str, type(None)):
+                values[name] = namespace[name]
+                comments[name] = beside.get(node.end_lineno, '')
+                sections[name] = next((text for line, text, _ in reversed(titles) if line < node.lineno), 'settings')
+    return values, comments, sections
 
 
 def run_config(path, config):
-    """Execute a config file with the present values visible; {name: (value, line)} of all it has assigned."""
-    # Reads fall back to builtins, so what `left` holds afterwards was put there by the file, be it an unchanged value.
+    """Execute a config file, which sees the present settings; {name: (value, line)} of all that it has assigned."""
+    # The settings are among the builtins, so what `left` holds afterwards is the file's own, be it an unchanged value.
     left = {'__builtins__': {**vars(builtins), **config}, '__name__': '__config__', '__file__': path}
     try:
         with open(path, 'rb') as file:
             tree = ast.parse(file.read(), path)
         exec(compile(tree, path, 'exec'), left)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:      # whatever the file raises, SystemExit too
         line, trace = getattr(error, 'lineno', None) or 1, error.__traceback__
-        while trace:  # the innermost line of the file itself
-            line, trace = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line, trace.tb_next
-        fail(f'{path}:{line}: {type(error).__name__}: {getattr(error, "msg", None) or error}')
+        while trace:    # the innermost line of the file itself
+            if trace.tb_frame.f_code.co_filename == path:
+                line = trace.tb_lineno
+            trace = trace.tb_next
+        fail(f'{path}:{line}: {type(error).__name__}: {quoted(getattr(error, "msg", None) or error, str)}')
     lines = {n.id: n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return {name: (value, lines.get(name, 1)) for name, value in left.items() if name in config or not (
-        name.startswith('_') or callable(value) or isinstance(value, type(os)))}
+    assigned = {}
+    for name, value in left.items():
+        helper = callable(value) or isinstance(value, type(os)) or not isinstance(name, str) or name.startswith('_')
+        if name in config or not helper:
+            assigned[name] = value, lines.get(name, 1)
+    return assigned
 
 
 def listed(default, comment):
     """The default, then what its comment lists between bars, as in  False | 'full' | 'selective'  or  'auto' | True."""
+    if '|' not in comment:
+        return [default]
     words = re.findall(r"'[\w.-]*'|\"[\w.-]*\"|(?<=\|)\s*(?:True|False|None)\b|\b(?:True|False|None)(?=\s*\|)", comment)
-    return [default, *(ast.literal_eval(word.strip()) for word in words if '|' in comment)]
+    return [default, *(ast.literal_eval(word.strip()) for word in words)]
 
 
 def from_text(text, choices):
@@ -143,27 +242,44 @@ def from_text(text, choices):
 
 
 def check(value, choices):
-    """`value` if it suits the default, choices[0], or is another choice (int becomes float); ValueError: what would."""
-    default, kind = choices[0], int if choices[0] is None else type(choices[0])
-    closed = kind is bool and any(isinstance(c, str) for c in choices)  # False | 'full': True is not among them
-    if any(type(value) is type(c) and value == c for c in choices):
+    """`value` in the setting's type, if it suits the default, choices[0], or is listed; ValueError: what would."""
+    default, numpy = choices[0], sys.modules.get('numpy')
+    kind = int if default is None else type(default)
+    strings = [choice for choice in choices if isinstance(choice, str)]
+    if numpy and isinstance(value, numpy.generic):
+        value = value.item()
+    if any(type(value) is type(choice) and value == choice for choice in choices):
         return value
-    if kind is float and type(value) in (int, float) and abs(value) < 2**1024:  # neither nan nor inf
-        return float(value)
-    if type(value) is kind is not float and not closed:
-        return value
-    forms = [] if closed else [{int: 'an int', float: 'a finite number', str: 'a string', bool: 'True or False'}[kind]]
-    forms += [repr(c) for c in choices if closed or default is None or c is not default and type(c) is not kind]
+    if kind is bool and strings:        # False | 'full' | 'selective': what is listed, and True for the first string
+        if value is True:
+            return strings[0]
+        raise ValueError(' or '.join(map(repr, choices)))
+    if kind is int and type(value) is float and value.is_integer():     # 1e6
+        value = int(value)
+    suits = {int: type(value) is int and abs(value) < 2**63, bool: type(value) is bool,
+             str: type(value) is str and '\0' not in value,
+             float: type(value) in (int, float) and abs(value) <= sys.float_info.max}   # neither nan nor inf
+    if suits[kind]:
+        return kind(value)
+    forms = [{int: 'an int', float: 'a finite number', str: 'a string', bool: 'True or False'}[kind]]
+    if kind is int and type(value) is int:
+        forms = ['an int below 2**63']
+    forms += [repr(choice) for choice in choices if type(choice) is not kind]
     raise ValueError(' or '.join(dict.fromkeys(forms)))
 
 
-def help_text(script, doc, defaults, comments, sections):
+def help_text(namespace, defaults, comments, sections):
     """The --help page: the script's docstring, then every setting under its section with default and comment."""
-    out, section = [(doc or '').strip(), f'usage: python {script} [config.py ...] [--name=value ...]'], None
-    width = min(48, 4 + max(len(f'--{name}={value!r}') for name, value in defaults.items()))
+    script = os.path.basename(namespace['__file__'])
+    out = [(namespace.get('__doc__') or '').strip(), f'usage: python {script} [config.py ...] [--name=value ...]']
+    names = {name: f'  --{name}={value!r}' for name, value in defaults.items()}
+    width = min(48, 2 + max(map(len, names.values()), default=0))       # of the left column
     columns = max(shutil.get_terminal_size((120, 24)).columns, width + 30)
-    for name, value in defaults.items():
-        out += [f'\n{sections[name]}:'] * (sections[name] != section)
-        section, lines = sections[name], textwrap.wrap(comments[name], columns - width)
-        out.append(f'  --{name}={value!r}'.ljust(width - 1) + ' ' + f'\n{"":{width}}'.join(lines))
+    section = None
+    for name, left in names.items():
+        if sections[name] != section:
+            section = sections[name]
+            out.append(f'\n{section}:')
+        lines = textwrap.wrap(comments[name], columns - width)
+        out.append(left.ljust(width - 1) + ' ' + f'\n{"":{width}}'.join(lines))
     return '\n'.join(line.rstrip() for line in out).strip()

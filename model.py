@@ -1,5 +1,5 @@
 """
-GPT-2 as plain PyTorch modules, and how each layer's backward yields per-sample gradient dot products ("ghost").
+GPT-2 as plain PyTorch modules, and how each layer's backward pass yields per-sample gradient dot products ("ghost").
 This file knows nothing of ranks, devices or training loops.
 
 Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
@@ -8,6 +8,7 @@ FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,8 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import cross_entropy_grad, fast, linear_dots, weight_grad
-
+from kernels import GhostLinear, HeadLoss, fast, linear_dots
 
 
 @dataclass
@@ -31,97 +31,81 @@ class GPTConfig:
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
 
 
+def matmul_dtype(x):
+    """The dtype in which a matmul of x is computed here: x's own, or under autocast the lower one."""
+    device_type = x.device.type
+    if x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
+
+
 def low(x):
-    """x as autocast would pass it to a matmul; custom Functions have to see to that themselves."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x
-
-
-# ---- layers, each with its ghost branch ------------------------------------------------------------------------------
-# Ghost mode answers: what is <grad l_i, G> for every sample i, with G the gradient of a validation loss? Give sample i
-# the parameters theta + s_i G with s_i = 0; then d l_i / d s_i is the answer. Each layer y = f(x; theta) is linear in
-# its parameters, so its share of that derivative is sum_t dy_it . f(x_it; G): the backward pass has all it takes, and
-# hands it out as the gradient of s. No hooks, no per-sample gradients in memory, and .grad is what it always was.
-# A layer's `s` is an iterator over zeros (B,), one per parameter in the order of named_parameters(); None: ghost off.
-
-class Tap(torch.autograd.Function):
-    """The identity on y (B,T,n) = f(x; w, b), whose backward adds the gradients of s_w and s_b (each (B,))."""
-
-    @staticmethod
-    def forward(ctx, y, kind, x, G_w, G_b, s_w, s_b):
-        ctx.save_for_backward(x, G_w, G_b)
-        ctx.kind = kind
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, G_w, G_b = ctx.saved_tensors
-        acc = torch.promote_types(dy.dtype, torch.float32)
-        if ctx.kind == 'linear':
-            ds_w = linear_dots(dy, x, G_w)
-        else:   # embedding: x is token ids (B,T), or positions (T,) that all samples share; layernorm: normalised x * G
-            f = F.embedding(x, G_w) if ctx.kind == 'embedding' else F.layer_norm(x.to(acc), G_w.shape, G_w.to(acc))
-            ds_w = (dy.to(acc) * f.to(acc)).sum(-1).sum(-1)     # rows first: compiled, that joins the layer's backward
-        ds_b = None if G_b is None else dy.sum(1, dtype=acc) @ G_b.to(acc)
-        return dy, None, None, None, None, ds_w, ds_b
-
-
-class GhostLinear(torch.autograd.Function):
-    """x (B,T,m) @ w.T, whose backward takes the dots from the very products that make the weight gradient."""
-
-    @staticmethod
-    def forward(ctx, x, w, G, s):
-        ctx.dtype, w = w.dtype, w.to(x.dtype)
-        ctx.save_for_backward(x, w, G)
-        return F.linear(x, w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w, G = ctx.saved_tensors
-        dw, dots = weight_grad(dy, x, G)
-        return dy @ w, dw.to(ctx.dtype), None, dots
-
-
-HEAD_ROWS = 16384   # of logits at a time: fewer save memory, more save additions to the head's gradient
-
-
-class HeadLoss(torch.autograd.Function):
-    """
-    x (B,T,C), w (V,C), y (B,T) -> the mean loss of each sample, (B,). Takes the gradients in the forward pass,
-    HEAD_ROWS rows at a time, so that the logits (B,T,V), the largest tensor of all, never exist as a whole.
-    The gradients are right for the sum or the mean of the losses; unequal weights would give NaN.
-    """
-
-    @staticmethod
-    def forward(ctx, x, w, y, G, s):
-        ctx.dtype, w = w.dtype, w.to(x.dtype)
-        n = max(1, HEAD_ROWS // (1 if G is None else 2) // x.size(1))
-        losses, dx, dw, dots = [], [], 0, []
-        for x_n, y_n in zip(x.split(n), y.split(n)):
-            loss, dz = cross_entropy_grad(F.linear(x_n, w), y_n)
-            dw_n, dots_n = weight_grad(dz, x_n, G)
-            losses.append(loss.mean(1))
-            dx.append(dz @ w)
-            dw = dw + dw_n.to(loss.dtype)
-            dots.append(dots_n)
-        ctx.save_for_backward(torch.cat(dx), dw, None if G is None else torch.cat(dots))
-        return torch.cat(losses)
-
-    @staticmethod
-    def backward(ctx, g):
-        dx, dw, dots = ctx.saved_tensors
-        g = torch.where(g.min() == g.max(), g[0], torch.nan) / dx.size(1)
-        return (dx * g).to(dx.dtype), (dw * g).to(ctx.dtype), None, None, None if dots is None else dots * g
-
-
-def tap(module, kind, y, x, s):
-    G_b = getattr(module, 'ghost_bias', None)
-    return Tap.apply(y, kind, x, module.ghost_weight, G_b, next(s), None if G_b is None else next(s))
+    """x as autocast would pass it to a matmul; in a custom autograd.Function we have to do that ourselves."""
+    return x.to(matmul_dtype(x))
 
 
 def initialise(weight, std=0.02):
     if not weight.is_meta:      # there torch would import its compiler first
         nn.init.normal_(weight, std=std)
+
+
+# ---- layers, each with its ghost branch ------------------------------------------------------------------------------
+# Ghost mode asks for every sample i: what is <grad l_i, G>, with l_i the sample's loss and G the gradient of a
+# validation loss? Compute sample i with the parameters theta + s_i G, where s_i is a number that is always 0. Nothing
+# changes, but by the chain rule d l_i / d s_i = <grad l_i, G>: the answer is the gradient of s, and autograd gives it.
+# A layer y = f(x; theta) is linear in its parameters, so moving s_i moves y at token t by f(x_it; G). Its share of the
+# answer is the sum over t of dy_it . f(x_it; G), with dy the gradient that the backward pass brings to y. Tap returns
+# this sum as the gradient of s, and dy as the gradient of y: .grad is what it is without ghost.
+# G lies beside each parameter, as ghost_weight and ghost_bias. Each parameter has its own row of s, (B,), so that its
+# share can be told apart. Layers get `rows`, {name of a parameter: its row}; None: ghost is off.
+
+class Tap(torch.autograd.Function):
+    """
+    Returns y (B,...,n) = f(x; w, b) unchanged. Its backward pass gives the rows s_w and s_b, (B,), their gradients:
+    <a sample's gradient of w, G_w> and <a sample's gradient of b, G_b>. eps: of a LayerNorm.
+    """
+
+    @staticmethod
+    def forward(ctx, y, kind, eps, x, G_w, G_b, s_w, s_b):
+        ctx.kind, ctx.eps = kind, eps
+        ctx.save_for_backward(x, G_w, G_b)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, G_w, G_b = ctx.saved_tensors
+        acc = torch.promote_types(dy.dtype, torch.float32)      # the dtype to sum in
+        if ctx.kind == 'linear':
+            ds_w = linear_dots(dy, x, G_w)
+        else:
+            if ctx.kind == 'embedding':     # x: token ids (B,T), or positions (T,) that all samples share
+                f = F.embedding(x, G_w)
+            else:                           # 'layernorm': the normalised x, times G
+                f = F.layer_norm(x.to(acc), G_w.shape, G_w.to(acc), eps=ctx.eps)
+            # summed over n first: torch.compile joins that with the layer's own backward pass
+            ds_w = (dy.to(acc) * f.to(acc)).sum(-1).flatten(1).sum(-1)
+        ds_b = None
+        if G_b is not None:
+            ds_b = dy.flatten(1, -2).sum(1, dtype=acc) @ G_b.to(acc)
+        return dy, None, None, None, None, None, ds_w, ds_b
+
+
+def row(layer, kind, rows):
+    """The row (B,) of the layer's 'weight' or 'bias', among those it was called with."""
+    name = f'{layer.ghost_name}.{kind}'
+    if not isinstance(rows, dict) or name not in rows:
+        raise ValueError(f'ghost: {name} is not among the rows that its layer was called with')
+    return rows[name]
+
+
+def tap(layer, kind, y, x, rows):
+    """The layer's output y (B,...,n), whose backward pass now also takes the layer's dots."""
+    s_w, s_b, G_b = row(layer, 'weight', rows), None, getattr(layer, 'ghost_bias', None)
+    if G_b is not None:
+        s_b = row(layer, 'bias', rows)
+    if y.dim() < 3 or len(y) != len(s_w):
+        raise ValueError(f'ghost: {layer.ghost_name}.weight makes {tuple(y.shape)}, not (B,...,n) with B={len(s_w)}')
+    return Tap.apply(y, kind, getattr(layer, 'eps', None), x, layer.ghost_weight, G_b, s_w, s_b)
 
 
 class Linear(nn.Linear):
@@ -130,13 +114,15 @@ class Linear(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x, s=None):
-        if s is None or not fast(low(x)):
-            y = F.linear(x, self.weight, self.bias)
-            return y if s is None else tap(self, 'linear', y, x, s)
-        y = GhostLinear.apply(low(x), self.weight, self.ghost_weight, next(s))
-        if self.bias is not None:   # s is 0, so it adds nothing: but its gradient is the bias' dot
-            y = y + (self.bias + next(s)[:, None].expand(x.shape[:2])[..., None] * self.ghost_bias).to(y.dtype)
+    def forward(self, x, rows=None):
+        if rows is None:
+            return F.linear(x, self.weight, self.bias)
+        if x.dim() != 3 or not fast(low(x)):
+            return tap(self, 'linear', F.linear(x, self.weight, self.bias), x, rows)
+        y = GhostLinear.apply(low(x), self.weight, self.ghost_weight, row(self, 'weight', rows))    # (B,T,n)
+        if self.bias is not None:   # theta + s G as it stands: s is 0, and its gradient the bias' dot
+            s = row(self, 'bias', rows)[:, None].expand(x.shape[:2])                                # (B,T)
+            y = y + (self.bias + s[..., None] * self.ghost_bias).to(y.dtype)
         return y
 
 
@@ -144,16 +130,16 @@ class Embedding(nn.Embedding):
     def reset_parameters(self):
         initialise(self.weight)
 
-    def forward(self, idx, s=None):
+    def forward(self, idx, rows=None):
         y = F.embedding(idx, self.weight)
-        return y if s is None else tap(self, 'embedding', y, idx, s)
+        return y if rows is None else tap(self, 'embedding', y, idx, rows)
 
 
 class LayerNorm(nn.LayerNorm):
-    def forward(self, x, s=None):
+    def forward(self, x, rows=None):
         # a GPU's autocast would cast x so too; a CPU's would not, and sum the weight's gradient in bfloat16
         y = F.layer_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.bias, self.eps)
-        return y if s is None else tap(self, 'layernorm', y, x, s)
+        return y if rows is None else tap(self, 'layernorm', y, x, rows)
 
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
@@ -165,17 +151,19 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x, s=None, cache=None):
+    def forward(self, x, rows=None, cache=None):
         B, T, C = x.shape
-        q, k, v = self.c_attn(x, s).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)     # (B,H,T,D)
-        if cache is not None:   # (k, v) of the tokens before; None inside: this is the first call
+        qkv = self.c_attn(x, rows).view(B, T, 3, self.n_head, C // self.n_head)       # (B,T,3,H,D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # (B,H,T,D) each
+        if cache is not None:       # [k, v] of the tokens before; empty at the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
             cache[:] = k, v
-        # one new token may look at every cached one, so only a whole sequence needs the causal mask
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        # a single new token may look at every cached one, so only a whole sequence needs the causal mask
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)     # (B,H,T,D)
         y = y.transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y, s), self.dropout, self.training)
+        return F.dropout(self.c_proj(y, rows), self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -185,9 +173,9 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x, s=None):
-        x = F.gelu(self.c_fc(x, s), approximate=self.gelu)   # (B,T,4C)
-        return F.dropout(self.c_proj(x, s), self.dropout, self.training)
+    def forward(self, x, rows=None):
+        x = F.gelu(self.c_fc(x, rows), approximate=self.gelu)                         # (B,T,4C)
+        return F.dropout(self.c_proj(x, rows), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -198,21 +186,21 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, s=None, cache=None):   # s: a tuple, this block's rows of the ghost table
-        s = None if s is None else iter(s)
-        x = x + self.attn(self.ln_1(x, s), s, cache)
-        x = x + self.mlp(self.ln_2(x, s), s)
-        if s is not None and next(s, None) is not None:
-            raise RuntimeError('ghost: a layer of this block has parameters but was called without s')
+    def forward(self, x, rows=None, cache=None):    # rows: named from the block on, so that all blocks are one graph
+        x = x + self.attn(self.ln_1(x, rows), rows, cache)
+        x = x + self.mlp(self.ln_2(x, rows), rows)
         return x
 
 
-class GPT(nn.Module):
-    """
-    GPT-2 with tied embeddings. `forward(idx, targets)` gives the training loss, `forward(idx)` the next token's logits.
+def rows_of(module, table):
+    """{name of a parameter within the module: its row (B,)}; table: the P rows of s, or None without ghost."""
+    if table is None:
+        return None
+    return {name: table[number] for name, number in module.ghost_rows.items()}
 
-    >>> model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=256))
-    """
+
+class GPT(nn.Module):
+    """GPT-2. model(idx, targets) gives the loss of each sample, model(idx) the logits of the token that comes next."""
 
     def __init__(self, config):
         super().__init__()
@@ -241,58 +229,92 @@ class GPT(nn.Module):
         idx (B,T) int64 token ids, T <= block_size.
         targets (B,T) int64: returns the mean token loss of each sample, (B,) nats, at least float32.
         No targets: returns the logits after the last token, (B,V).
-        s (P,B) zeros that require grad, P = the number of parameters (tied ones once): after backward, s.grad[p, i] is
-        <gradient of parameter p from sample i's share of the loss, ghost_p>. cache: as generate() makes it.
+        s (P,B) zeros that require grad, P = the number of parameters (tied ones once), or a list of P rows: after
+        backward, s.grad[p, i] is <gradient of parameter p from sample i's share of the loss, ghost_p>.
+        cache: [k, v] of each block, see generate(); empty lists at the first call.
         """
-        h, L = self.transformer.h, self.config.n_layer
-        past = cache[0][0].size(2) if cache and cache[0] else 0
+        past = 0        # tokens before idx, whose keys and values are cached
+        if cache and cache[0]:
+            past = cache[0][0].size(2)
         pos = torch.arange(past, past + idx.size(1), device=idx.device)               # (T,)
-        s_wte = s_wpe = s_ln_f = s_head = None
-        s_h = [None] * L
-        if s is not None:    # rows as named_parameters() orders them: wte, wpe, the blocks, ln_f; the head is wte again
-            rows, top = s.unbind(0), 3 + self.config.bias
-            n = (len(rows) - top) // L
-            s_wte, s_wpe, s_ln_f, s_head = iter(rows[:1]), iter(rows[1:2]), iter(rows[2 - top:]), iter(rows[:1])
-            s_h = [rows[2 + i * n:2 + (i + 1) * n] for i in range(L)]
-        x = self.transformer.wte(idx, s_wte)                                          # (B,T,C)
+        table = s.unbind(0) if isinstance(s, torch.Tensor) else s                     # P rows (B,)
+        rows = rows_of(self, table)     # of the layers outside the blocks
+        x = self.transformer.wte(idx, rows)                                           # (B,T,C)
         # positions are expanded before the tap, since their dy has to stay per sample
-        p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)
-        x = x + (p if s is None else tap(self.transformer.wpe, 'embedding', p, pos, s_wpe))
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype) if dtype == torch.bfloat16 else x   # a bfloat16 residual stream halves its traffic
+        p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)    # (B,T,C)
+        if rows is not None:
+            p = tap(self.transformer.wpe, 'embedding', p, pos, rows)
+        x = x + p
+        if matmul_dtype(x) == torch.bfloat16:
+            x = x.to(torch.bfloat16)    # a bfloat16 residual stream halves its traffic
         x = F.dropout(x, self.config.dropout, self.training)
-        for i, block in enumerate(h):
-            x = block(x, s_h[i], None if cache is None else cache[i])
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, rows_of(block, table), None if cache is None else cache[i])
         if targets is None:
             return self.lm_head(self.transformer.ln_f(x[:, -1]))                      # (B,V)
-        return self.loss(x, targets, s_ln_f, s_head)
+        return self.loss(x, targets, rows)
 
-    def loss(self, x, targets, s_ln_f=None, s_head=None):
+    def loss(self, x, targets, rows=None):
         """x (B,T,C) of the last block, targets (B,T): the mean token loss of each sample, (B,)."""
-        x, G = low(self.transformer.ln_f(x, s_ln_f)), None if s_head is None else self.lm_head.ghost_weight
+        x = low(self.transformer.ln_f(x, rows))
         if fast(x) and torch.is_grad_enabled():
-            return HeadLoss.apply(x, self.lm_head.weight, targets, G, None if G is None else next(s_head))
-        logits = self.lm_head(x, s_head)                                              # (B,T,V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
+            G, s = None, None
+            if rows is not None:
+                G, s = self.lm_head.ghost_weight, row(self.lm_head, 'weight', rows)
+            return HeadLoss.apply(x, self.lm_head.weight, targets, G, s)
+        logits = self.lm_head(x, rows)                                                # (B,T,V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)      # (B*T,V)
         return F.cross_entropy(logits, targets.flatten(), reduction='none').view(targets.shape).mean(1)
 
     def add_ghost(self):
         """
         Register a frozen `ghost_<name>` of the same shape beside every parameter, to hold the validation gradient.
-        Call before compiling, wrapping or building an optimizer. Returns the names of the ghost table's rows, tied
-        parameters once. Raises ValueError naming a layer whose dot products model.py does not know how to compute.
+        Call before compiling, wrapping or building an optimizer. Returns the names of the rows of s, tied parameters
+        once. Raises ValueError naming a parameter whose dots would be missing or wrong.
         """
-        names = [name for name, _ in self.named_parameters()]
-        ghosts = {}
-        for name, module in self.named_modules():
-            own = list(module.named_parameters(recurse=False))
-            if own and type(module) not in (Linear, Embedding, LayerNorm):
-                raise ValueError(f'ghost does not cover {name} ({type(module).__name__}); use the layers of model.py')
-            for k, p in own:
-                ghosts.setdefault(p, nn.Parameter(torch.zeros_like(p), requires_grad=False))
-                module.register_parameter(f'ghost_{k}', ghosts[p])
-        return names
+        params = dict(self.named_parameters())
+        number = {p: i for i, p in enumerate(params.values())}
+        for module in self, *self.transformer.h:    # a layer's name starts at its block, or outside them at the model
+            named = module.named_parameters(remove_duplicate=False)     # both names of a tied parameter have its row
+            module.ghost_rows = {name: number[p] for name, p in named if not name.startswith('transformer.h.')}
+            for name, layer in module.named_modules():
+                layer.ghost_name = name
+        ghosts = {p: nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in params.values()}
+        for path, module in self.named_modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                if type(module) not in (Linear, Embedding, LayerNorm):
+                    raise ValueError(f'ghost: {path}.{name} is of {type(module).__name__}: use the layers of model.py')
+                if not p.requires_grad:
+                    raise ValueError(f'ghost: {path}.{name} is frozen')
+                module.register_parameter(f'ghost_{name}', ghosts[p])
+        self.check_ghost(params)
+        return list(params)
+
+    @torch.enable_grad()
+    def check_ghost(self, names):
+        """
+        Raises ValueError naming a parameter that forward() uses without its row, as a layer called without `rows`
+        does: its dots would be wrong, and nothing would show it. So forward() runs once on a few tokens (on the meta
+        device, as in train.py, that computes nothing), and autograd's graph must use a row as often as its parameter.
+        """
+        params, device = dict(self.named_parameters()), self.lm_head.weight.device
+        B, T = 7, min(2, self.config.block_size)    # B unlike other sizes, so that none is taken for it
+        idx = torch.zeros(B, T, dtype=torch.long, device=device)
+        rows = [torch.zeros(B, device=device, requires_grad=True) for _ in names]
+        with torch.random.fork_rng([device] if device.type == 'cuda' else []):      # dropout leaves no trace
+            losses = self(idx, idx, rows)
+        uses, seen, todo = Counter(), {None}, [losses.grad_fn]
+        while todo:     # walk the graph from the loss back to the parameters and rows, its leaves
+            for source, _ in todo.pop().next_functions:
+                uses[getattr(source, 'variable', None)] += 1        # None: not a leaf
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        for name, s in zip(names, rows):
+            used, used_row = uses[params[name]], uses[s]
+            if used != used_row or used == 0:
+                raise ValueError(f'ghost: forward() uses {name} {used} times, and its row {used_row} times; '
+                                 'use it by its layer alone, called with `rows`, or remove it if it has no use')
 
     def recompute(self, selective):
         """
@@ -303,9 +325,9 @@ class GPT(nn.Module):
         from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
         options = {}
         if selective:
-            attention = [f'_scaled_dot_product_{kind}' for kind in
-                         ('flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
-            kept = [getattr(torch.ops.aten, op).default for op in ('mm', 'addmm', 'bmm', *attention)]
+            kept = ['mm', 'addmm', 'bmm'] + [f'_scaled_dot_product_{kind}' for kind in (
+                'flash_attention', 'efficient_attention', 'cudnn_attention', 'flash_attention_for_cpu')]
+            kept = [getattr(torch.ops.aten, name).default for name in kept]
             options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
         for block in self.transformer.h:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
@@ -348,14 +370,18 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             if idx.size(1) > block_size:    # the window slides, every position changes, nothing cached is of use
                 logits = self(idx[:, -block_size:])
+            elif cache and cache[0]:
+                logits = self(idx[:, -1:], cache=cache)
             else:
-                logits = self(idx[:, -1:] if cache and cache[0] else idx, cache=cache)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logits[:, vocab_size:] = -torch.inf if vocab_size is not None else logits[:, vocab_size:]
+                logits = self(idx, cache=cache)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))      # (B,V)
+            if vocab_size is not None:
+                logits[:, vocab_size:] = -torch.inf
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                new = torch.multinomial(_probabilities(logits / temperature, top_k, top_p), 1, generator=generator)
+                probs = _probabilities(logits / temperature, top_k, top_p)
+                new = torch.multinomial(probs, 1, generator=generator)                # (B,1)
             idx = torch.cat((idx, new), 1)
         return idx[:, 1:] if empty else idx
 

@@ -113,3 +113,34 @@ def find_bin(name, split):
         raise ValueError(f"{path} has {size:,} bytes, not the {recorded:,} {dtype.name} of its meta.json: "
                          f"prepare {path.parent} again")
     return (path, dtype, tokens), meta
+
+
+def check_tokens(bin, meta, block_size, vocab_size):
+    """ValueError (one line) if a bin, as find_bin gives it, is shorter than a sample, or holds ids beyond the vocabulary:
+    the record's, or vocab_size, how many ids a model has, if that is smaller. Looks at the first 2^26 tokens."""
+    path, dtype, tokens = bin
+    if tokens <= block_size:
+        raise ValueError(f'{path} has {tokens:,} tokens, one sample of block_size={block_size} takes {block_size + 1}: '
+                         'use more text or a smaller --block_size')
+    ids = min(vocab_size, meta.get('vocab_size', vocab_size))       # not the ones that only pad the embedding
+    largest = np.fromfile(path, dtype, 2**26).max()
+    if largest >= ids:
+        raise ValueError(f'{path} has token id {largest}, the vocabulary only {ids} ids: wrong dataset?')
+
+
+def read_tokens(bin, offsets, length, vocab_size):
+    """int64 (len(offsets), length): the tokens of a bin, as find_bin gives it, from each offset on. ValueError (one line)
+    for an id that a model of vocab_size ids does not have, or where the file ends too soon."""
+    path, dtype, _ = bin        # read, not mapped: a memory map's pages would count as ours and pile up
+    tokens = np.empty((len(offsets), length), dtype)
+    with open(path, 'rb') as file:
+        for row, offset in zip(tokens, offsets.tolist()):
+            file.seek(offset * dtype.itemsize)
+            part = np.fromfile(file, dtype, length)
+            if len(part) < length:
+                raise ValueError(f'{path} ends before token {offset + length:,}: it has become shorter since the start')
+            row[:] = part
+    if tokens.max() >= vocab_size:
+        where = offsets[tokens.max(1).argmax()]
+        raise ValueError(f'{path} has token id {tokens.max()} near token {where}, the model only {vocab_size} ids')
+    return tokens.astype(np.int64)

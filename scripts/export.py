@@ -10,8 +10,9 @@ optimizer state; sharded, it has the zeros that AdamW starts from.
 
 The Hugging Face form is for transformers' from_pretrained and pipeline, and for tools that read it as they do. Rows of
 the embedding that only pad the vocabulary are left out; dropout is 0. The tokenizer's files are there for GPT-2's
-tokens, characters and bytes; an alphabet without an end of text has none there either. A model without biases gets zeros for them, which compute the same, though such tools
-count and would train them; train.py, sample.py and this script read the folder as the model without biases again.
+tokens, characters and bytes; an alphabet without an end of text has none there either. A model without biases gets
+zeros for them, which compute the same, though such tools count and would train them; train.py, sample.py and this
+script read the folder as the model without biases again.
 """
 import json
 import os

@@ -38,6 +38,25 @@ def test_config_is_taken(name):
         assert config['ghost_val_batch_size'] % 8 == 0 and config['data_order'] == 'epoch'
 
 
+@pytest.mark.parametrize('theirs, ours', [
+    ('method', 'use_ghost'), ('val_batch_size', 'ghost_val_batch_size'), ('architecture', 'n_layer'),
+    ('dot_prod_save_interval', 'ghost_save_interval'), ('max_steps', 'max_iters'), ('num_train_epochs', 'max_iters'),
+    ('lr', 'learning_rate'), ('per-device-train-batch-size', 'batch_size'), ('warmup_steps', 'warmup_iters'),
+    ('bf16', 'dtype'), ('fp16', 'dtype'),
+    ('output_dir', 'out_dir'), ('save_steps', 'checkpoint_interval'), ('eval_steps', 'eval_interval'),
+    ('logging_steps', 'log_interval'), ('Learning_Rate', 'learning_rate'), ('n_layers', 'n_layer')])
+def test_names_of_other_trainers(capsys, theirs, ours):
+    with pytest.raises(SystemExit):
+        settings(f'--{theirs}=1')
+    assert capsys.readouterr().err.endswith(f'; nearest name: {ours}\n')
+
+
+def test_every_suggested_name_is_one_of_ours():
+    config = settings('--seed=1')
+    from configurator import ELSEWHERE
+    assert set(ELSEWHERE.values()) <= set(config) and not set(ELSEWHERE) & set(config)
+
+
 @pytest.mark.parametrize('name', PARAMETERS)
 def test_gpt2_sizes(name):
     """On 8 GPUs half a million tokens per step, and the number of parameters in the file's comment."""

@@ -1,6 +1,7 @@
 """configurator.py, through a small script that is run as a user runs it."""
 import json
 import os
+import random
 import subprocess
 import sys
 
@@ -82,6 +83,18 @@ def test_command_line_values(demo):
     for args, name, value in [
         (['--batch_size=4'], 'batch_size', 4), (['--batch_size=-4'], 'batch_size', -4),
         (['--batch_size=4', '--batch_size=5'], 'batch_size', 5),
+        (['--batch_size=1e3'], 'batch_size', 1000), (['--batch_size=-2.0'], 'batch_size', -2),
+        (['--end_step=1e4'], 'end_step', 10000), (['--batch-size=4'], 'batch_size', 4),
+        (['--batch_size', '4'], 'batch_size', 4), (['--batch-size', '-4'], 'batch_size', -4),
+        (['--out_dir', 'a b=c'], 'out_dir', 'a b=c'), (['--out_dir', 'x.py'], 'out_dir', 'x.py'),
+        (['--out_dir', ''], 'out_dir', ''), (['--out-dir=a-b'], 'out_dir', 'a-b'),
+        (['--compile', 'False'], 'compile', False), (['--compile', '0'], 'compile', False),
+        (['--compile'], 'compile', True),
+        (['--fuse'], 'fuse', True), (['--fuse', 'auto'], 'fuse', 'auto'), (['--reshard'], 'reshard', True),
+        (['--checkpointing'], 'checkpointing', 'full'), (['--checkpointing=True'], 'checkpointing', 'full'),
+        (['--checkpointing=1'], 'checkpointing', 'full'), (['--checkpointing=0'], 'checkpointing', False),
+        (['--checkpointing', 'selective'], 'checkpointing', 'selective'),
+        (['--checkpointing', '0'], 'checkpointing', False),
         (['--grad_clip=1'], 'grad_clip', 1.0), (['--grad_clip=3e-4'], 'grad_clip', 3e-4),
         (['--start=0'], 'start', 0), (['--out_dir=0'], 'out_dir', '0'), (['--out_dir=a=b'], 'out_dir', 'a=b'),
         (['--out_dir='], 'out_dir', ''), (['--out_dir=--x.py'], 'out_dir', '--x.py'),
@@ -105,7 +118,11 @@ def test_command_line_values(demo):
 
 
 @pytest.mark.parametrize('args, words', [
-    (['--batch_size', '4'], ['--batch_size:', '--name=value', '.py', 'batch_size']),
+    (['--batch_size'], ['--batch_size: needs a value: --batch_size=12']),
+    (['--batch_size', '--seed=1'], ['--batch_size: needs a value']), (['--out_dir', '--seed=1'], ['--out_dir: needs']),
+    (['--batch_size', 'x'], ['--batch_size x: batch_size takes an int', "'x'"]),
+    (['--batch_size', '4', '5'], ['demo.py: 5: not understood']),
+    (['--compile', 'maybe'], ['--compile maybe:', 'True or False']), (['--batch-sise=4'], ['nearest name: batch_size']),
     (['stray'], ['stray', '--name=value', '.py', 'nearest name: start']),
     (['out/dir'], ['out/dir: not understood', 'config file (.py)\n']),
     (['4'], ['demo.py: 4:', '--name=value', '.py']),
@@ -124,7 +141,11 @@ def test_command_line_values(demo):
     (['--grad_clip=1e999'], ['number', 'inf']), (['--grad_clip=True'], ['number', 'True']),
     (['--compile=yes'], ['True or False', "'yes'"]), (['--compile=2'], ['True or False', '2']),
     (['--checkpointing=ful'], ["'full'", "'selective'", 'False', "'ful'"]),
-    (['--checkpointing=True'], ["False or 'full' or 'selective', not True"]),
+    (['--checkpointing=2'], ["False or 'full' or 'selective', not 2"]),
+    (['--batch_size=' + '9' * 30], ['an int below 2**63', '9' * 30]),
+    (['--batch_size=' + '9' * 9999], ['an int', 'inf']), (['--grad_clip=' + '9' * 9999], ['number', 'inf']),
+    (['--batch_size=1e300'], ['an int below 2**63', '1e+300']), (['--batch_size=inf'], ['an int', 'inf']),
+    (['--seed=\x1b[2J'], ['\\x1b[2J', 'an int']),
     (['--end_step=1.5'], ['int', 'None', '1.5']), (['--end_step=False'], ['int', 'None', 'False']),
     (['--reshard=aut'], ["'auto'", 'None', 'True']),
     (['none.py'], ['none.py', 'no such config file']), (['--x=1', 'none.py'], ["'x'"]),
@@ -151,11 +172,122 @@ def test_config_files(demo, tmp_path):
     assert demo(str(tmp_path / 'a.py'), cwd=ROOT)[0]['seed'] == 14
 
 
+@pytest.mark.parametrize('text, name, value', [
+    ('batch_size = 1e6', 'batch_size', 1000000), ('end_step = 2.0', 'end_step', 2), ('grad_clip = 3', 'grad_clip', 3.0),
+    ('checkpointing = True', 'checkpointing', 'full'), ('checkpointing = False', 'checkpointing', False),
+    ('import numpy as np\nbatch_size = np.int64(4)', 'batch_size', 4),
+    ('import numpy as np\nbatch_size = np.float64(4)', 'batch_size', 4),
+    ('import numpy as np\nbatch_size = np.prod([2, 3])', 'batch_size', 6),
+    ('import numpy as np\ngrad_clip = np.float32(0.5)', 'grad_clip', 0.5),
+    ('import numpy as np\ngrad_clip = np.int8(2)', 'grad_clip', 2.0),
+    ('from numpy import sqrt\ngrad_clip = sqrt(4.0)', 'grad_clip', 2.0),
+    ('import numpy as np\ncompile = np.bool_(False)', 'compile', False),
+    ('import numpy as np\ncheckpointing = np.bool_(True)', 'checkpointing', 'full'),
+    ('import numpy as np\nout_dir = np.str_("x")', 'out_dir', 'x'),
+    ('globals()[3] = 4\nseed = 5', 'seed', 5),
+    ('\ufeffseed = 3\r\n\r\nbatch_size = 4\r\n', 'batch_size', 4),
+])
+def test_config_values(demo, tmp_path, text, name, value):
+    (tmp_path / 'good.py').write_bytes(text.encode())
+    config, _ = demo('good.py')
+    assert config[name] == value and type(config[name]) is type(value)
+
+
+def test_switch_before_a_config_file(demo, tmp_path):
+    (tmp_path / 'a.py').write_text('seed = 5')
+    config, given = demo('--compile', 'a.py', '--fuse', '--batch_size', '3')
+    assert given == ['batch_size', 'compile', 'fuse', 'seed'] and config['seed'] == 5
+    assert (config['compile'], config['fuse'], config['batch_size']) == (True, True, 3)
+    assert 'no such config file' in demo('a.py', 'folder.py', rc=2)
+    (tmp_path / 'folder.py').mkdir()
+    assert 'no such config file' in demo('a.py', 'folder.py', rc=2)
+
+
+@pytest.mark.parametrize('locale', [dict(LC_ALL='C', PYTHONCOERCECLOCALE='0', PYTHONUTF8='0'), dict(LC_ALL='C.UTF-8'),
+                                    dict(PYTHONIOENCODING='ascii')])
+def test_letters_beyond_ascii(tmp_path, locale):
+    """A value is kept byte by byte; what cannot be printed is escaped, in errors and in --help."""
+    script = SCRIPT.replace('Train a thing', 'Ein Übel').replace('where files go', 'Größe — wo')
+    script += 'import os\nprint(os.fsencode(out_dir))\n'
+    (tmp_path / 'demo.py').write_text(script, encoding='utf-8')
+
+    def run(*args):
+        return subprocess.run([sys.executable, '-W', 'error', str(tmp_path / 'demo.py'), ROOT, *args], cwd=tmp_path,
+                              env={**os.environ, **locale}, capture_output=True)
+    word = b'Gr\xc3\xb6\xc3\x9fe\xff'     # the last byte is no UTF-8
+    done = run(b'--out_dir=' + word)
+    assert done.returncode == 0 and eval(done.stdout.splitlines()[-1]) == word, done.stderr
+    for arg in (b'--seed=' + word, word, word + b'.py', b'--' + word + b'=1'):
+        done = run(arg)
+        assert done.returncode == 2 and done.stderr.count(b'\n') == 1, done.stderr
+        assert done.stderr.startswith(b'demo.py: ') and b'Gr' in done.stderr and b'Traceback' not in done.stderr
+    done = run('--help')
+    assert done.returncode == 0 and b'Ein ' in done.stdout and done.stderr == b''
+
+
+def test_one_line_under_torchrun(tmp_path):
+    """Two ranks find the same fault, and after it is told none goes on."""
+    script = SCRIPT.replace('sys.argv.pop(1)', repr(ROOT))
+    (tmp_path / 'demo.py').write_text(script + (
+        'import torch.distributed as dist\nfrom configurator import fail\ndist.init_process_group("gloo")\n'
+        'if seed == 1 and dist.get_rank() == 1:\n    fail("mine", 1, every_rank=True)\n'
+        'if seed == 1:\n    dist.barrier()\n'
+        'fail("both")\n'))
+
+    def run(*args):
+        done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                               str(tmp_path / 'demo.py'), *args], env={**os.environ, 'OMP_NUM_THREADS': '1'},
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode != 0
+        return [line for line in done.stderr.splitlines() if 'demo.py: ' in line and 'FAILED' not in line]
+    line, = run('--batch_sise=4')
+    assert line.endswith('nearest name: batch_size')
+    assert run() == ['demo.py: both']
+    assert run('--seed=1') == ['demo.py: mine']
+
+
+def test_fuzz(tmp_path, monkeypatch, capsys):
+    """Whatever the words are: they are taken, or there is one line."""
+    monkeypatch.syspath_prepend(ROOT)
+    from configurator import configure
+    (tmp_path / 'demo.py').write_text(SCRIPT)
+    (tmp_path / 'a.py').write_text('seed = 3'), (tmp_path / 'd.py').mkdir()
+    monkeypatch.chdir(tmp_path)
+    space = {'__file__': str(tmp_path / 'demo.py'), '__doc__': None}
+    exec(SCRIPT[SCRIPT.index('# ---- output'):SCRIPT.index('# ---- end')], space)
+    draw = random.Random(0)
+    parts = ['--', '-', '=', '==', '', ' ', 'a.py', 'd.py', '.py', '\n', '\0', '\udcff', 'é', '\x1b[0m', '1', '1e9',
+             '9' * 5000, '-1', '0', 'True', 'None', 'nan', '1_0',
+             '٣', "'", '"', '\\', '{}', '%s', '*', 'x' * 300, '/', '..', *NAMES]
+    taken = 0
+    for _ in range(3000):
+        argv = [''.join(draw.choices(parts, k=draw.randint(0, 3))) for _ in range(draw.randint(1, 2))]
+        if draw.random() < 0.7:
+            argv[0] = f'--{draw.choice(NAMES)}={draw.choice(parts)}'
+        try:
+            configure(dict(space), argv)
+            taken += 1
+        except SystemExit as stop:
+            out, err = capsys.readouterr()
+            assert stop.code == 2 and err.count('\n') == 1 and out == '' and len(err) < 20000, (argv, err)
+    assert 300 < taken < 2000
+
+
 @pytest.mark.parametrize('text, words', [
     ('seed = 1\nbatch_sise = 4\n', ['bad.py:2:', "'batch_sise'", 'nearest name: batch_size']),
     ('seed = 1\n\nbatch_size = "4"\n', ['bad.py:3:', 'batch_size', 'an int', "'4'"]),
     ('compile = 1\n', ['bad.py:1:', 'compile', 'True or False']),
-    ('batch_size = 1.0\n', ['bad.py:1:', 'batch_size', 'an int']),
+    ('batch_size = 1.5\n', ['bad.py:1:', 'batch_size', 'an int']),
+    ('batch_size = float("inf")', ['an int, not inf']), ('batch_size = 10**6000', ['an int below 2**63, not this int']),
+    ('grad_clip = 2**1024 - 1', ['a finite number']), ('out_dir = 10**6000', ['a string, not this int']),
+    ('out_dir = "a\\0b"', ["a string, not 'a\\x00b'"]), ('seed = list(range(9999))', ['an int, not [0, 1,', '...\n']),
+    ('class A:\n    def __repr__(self): return 1 / 0\nseed = A()', ['bad.py:3:', 'an int, not this A']),
+    ('class E(BaseException):\n    def __str__(self): return 1 / 0\nraise E', ['bad.py:3:', 'E: this E']),
+    ('checkpointing = 1', ["False or 'full' or 'selective', not 1"]),
+    ('import numpy as np\nseed = np.float32(1.5)', ['bad.py:2:', 'an int', '1.5']),
+    ('import numpy as np\nseed = np.arange(2)', ['bad.py:2:', 'an int']),
+    ('a' * 3000 + ' = ', ['bad.py:1:', 'SyntaxError']), ('(' * 3000, ['bad.py:1:']),
+    ('\ufeff\ufeffseed = 1', ['bad.py:1:']),
     ('out_dir = 3\n', ['bad.py:1:', 'out_dir', 'a string']),
     ('fuse = 3\n', ['fuse takes a string or True or False, not 3']),
     ('dtype = None\n', ['dtype takes a string, not None']), ('out_dir = None\n', ['a string']),
@@ -225,3 +357,13 @@ def test_help_with_plain_section_comments(tmp_path):
     silent = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env={**env, 'LOCAL_RANK': '1'},
                             capture_output=True, text=True, check=True)
     assert silent.stdout == silent.stderr == ''
+
+
+def test_help_whose_reader_has_gone(tmp_path):
+    (tmp_path / 'demo.py').write_text(SCRIPT)
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, str(tmp_path / 'demo.py'), ROOT, '--help'], stdout=writing,
+                          stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 0 and done.stderr == ''

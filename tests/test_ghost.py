@@ -22,7 +22,7 @@ from modes_helper import (
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, LayerNorm, Linear
 
 T, V = 12, 23
 
@@ -165,15 +165,206 @@ def test_one_sgd_step_lowers_the_validation_loss_as_promised():
     assert errors[2] < 1e-3 and errors[0] > errors[1] > errors[2] > errors[3]
 
 
-def test_uncovered_layer_is_named():
+def test_only_model_py_s_layers_are_covered():
     model, _ = small_gpt(ghost=False)
     model.transformer.h[1].mlp.extra = torch.nn.Conv1d(16, 16, 1)
-    with pytest.raises(ValueError, match=r'transformer\.h\.1\.mlp\.extra.*Conv1d'):
+    with pytest.raises(ValueError, match=r'transformer\.h\.1\.mlp\.extra\.weight.*Conv1d'):
         model.add_ghost()
     model, _ = small_gpt(ghost=False)
     model.transformer.h[0].mlp.gain = torch.nn.Parameter(torch.ones(16))
-    with pytest.raises(ValueError, match=r'transformer\.h\.0\.mlp'):
+    with pytest.raises(ValueError, match=r'transformer\.h\.0\.mlp\.gain'):
         model.add_ghost()
+    model, _ = small_gpt(ghost=False)
+    model.transformer.wpe.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r'transformer\.wpe\.weight is frozen'):
+        model.add_ghost()
+
+
+# What a fork may change. Each takes a model of two blocks, changes it, and passes rows on or forgets to.
+def replace_forward(module, forward):
+    """module.forward(...) becomes forward(module, the former forward, ...)."""
+    module.forward = partial(forward, module, module.forward)
+
+
+def norm_after_embeddings(model, with_rows):
+    model.transformer.ln_e = LayerNorm(16, eps=0.1)
+    def forward(wte, former, idx, rows=None):
+        return model.transformer.ln_e(former(idx, rows), rows if with_rows else None)
+    replace_forward(model.transformer.wte, forward)
+
+
+def linear_in_the_blocks(model, with_rows):
+    for block in model.transformer.h:
+        block.mlp.extra = Linear(16, 16)
+        def forward(mlp, former, x, rows=None):
+            return former(x, rows) + mlp.extra(x, rows if with_rows else None)
+        replace_forward(block.mlp, forward)
+
+
+def linear_in_one_block(model, with_rows):
+    mlp = model.transformer.h[1].mlp
+    mlp.extra = Linear(16, 16)
+    def forward(mlp, former, x, rows=None):
+        return former(x, rows) + mlp.extra(x, rows if with_rows else None)
+    replace_forward(mlp, forward)
+
+
+def linear_used_twice(model, with_rows):
+    def forward(mlp, former, x, rows=None):
+        return former(former(x, rows), rows if with_rows else None)
+    replace_forward(model.transformer.h[0].mlp, forward)
+
+
+def norms_of_heads(model, with_rows):
+    """Per-head features, (B,T,H,D), as norms of queries and keys have them."""
+    attn = model.transformer.h[0].attn
+    attn.ln_q, attn.linear_q = LayerNorm(8), Linear(8, 8)
+    def forward(c_attn, former, x, rows=None):
+        q, kv = former(x, rows).view(*x.shape[:2], 6, 8).split((2, 4), 2)
+        q = attn.linear_q(attn.ln_q(q, rows if with_rows else None), rows if with_rows else None)
+        return torch.cat((q, kv), 2).flatten(2)
+    replace_forward(attn.c_attn, forward)
+
+
+def untied_head(model, with_rows):
+    model.lm_head.weight = torch.nn.Parameter(model.transformer.wte.weight.detach() * 2)
+    if not with_rows:
+        replace_forward(model.lm_head, lambda head, former, x, rows=None: former(x))
+
+
+def blocks_share_their_mlp(model, with_rows):
+    first, second = model.transformer.h
+    second.mlp = first.mlp
+    if not with_rows:
+        replace_forward(second, lambda block, former, x, rows=None, cache=None: former(x, None, cache))
+
+
+def norms_share_their_weight(model, with_rows):
+    for block in model.transformer.h:
+        block.ln_2.weight = block.ln_1.weight
+        if not with_rows:
+            replace_forward(block.ln_2, lambda norm, former, x, rows=None: former(x))
+
+
+FORKS = {norm_after_embeddings: 'transformer.ln_e.weight', linear_in_the_blocks: 'transformer.h.0.mlp.extra.weight',
+         linear_in_one_block: 'transformer.h.1.mlp.extra.weight', linear_used_twice: 'transformer.h.0.mlp.c_fc.weight',
+         norms_of_heads: 'transformer.h.0.attn.ln_q.weight', untied_head: 'lm_head.weight',
+         blocks_share_their_mlp: 'transformer.h.0.mlp.c_fc.weight',
+         norms_share_their_weight: 'transformer.h.0.ln_1.weight'}
+
+
+def forked(fork, with_rows):
+    model, _ = small_gpt(ghost=False)
+    fork(model, with_rows)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.double().parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+@pytest.mark.parametrize('fork', FORKS)
+def test_a_fork_that_passes_rows_on_has_autograds_dots(fork):
+    model = forked(fork, True)
+    names = model.add_ghost()
+    assert names == list(trainable(model)) and FORKS[fork] in names
+    (X, Y), val = batch(2, 1), batch(3, 2)      # as many samples as heads: sums over the wrong dimension would fit
+    G = set_ghost(model, val)
+    agree(dots_of(model, names, X, Y), brute(model, G, X, Y), 1e-12)
+
+
+@pytest.mark.parametrize('fork', FORKS)
+def test_a_fork_that_forgets_rows_is_refused(fork):
+    with pytest.raises(ValueError, match=FORKS[fork].replace('.', r'\.')):
+        forked(fork, False).add_ghost()
+
+
+def table_instead_of_rows(model):
+    """GPT.forward's `s` passed on, where the layers expect rows."""
+    def forward(norm, former, x, rows=None):
+        return former(x, torch.stack(list(rows.values())))
+    replace_forward(model.transformer.ln_f, forward)
+
+
+def weight_without_its_layer(model):
+    def forward(mlp, former, x, rows=None):
+        return former(x, rows) + 0.01 * x @ mlp.c_proj.weight @ mlp.c_fc.weight
+    replace_forward(model.transformer.h[1].mlp, forward)
+
+
+def time_before_samples(model):
+    def forward(norm, former, x, rows=None):
+        return former(x.transpose(0, 1), rows).transpose(0, 1)
+    replace_forward(model.transformer.ln_f, forward)
+
+
+def tokens_in_a_row(model):
+    def forward(mlp, former, x, rows=None):
+        return former(x.flatten(0, 1), rows).view(x.shape)
+    replace_forward(model.transformer.h[1].mlp, forward)
+
+
+def positions_without_samples(model):
+    def forward(wte, former, idx, rows=None):
+        return former(idx, rows) + model.transformer.wpe(torch.arange(idx.size(1), device=idx.device), rows)
+    replace_forward(model.transformer.wte, forward)
+
+
+def layer_without_use(model):
+    model.transformer.h[1].unused = Linear(16, 16)
+
+
+def layer_of_a_block_outside(model):
+    def forward(wte, former, idx, rows=None):
+        return model.transformer.h[1].ln_1(former(idx, rows), rows)
+    replace_forward(model.transformer.wte, forward)
+
+
+@pytest.mark.parametrize('fork, name', [
+    (table_instead_of_rows, 'transformer.ln_f.weight'), (weight_without_its_layer, 'transformer.h.1.mlp.c_fc.weight'),
+    (time_before_samples, 'transformer.ln_f.weight'), (tokens_in_a_row, 'mlp.c_fc.weight'),
+    (positions_without_samples, 'transformer.wpe.weight'), (layer_without_use, 'transformer.h.1.unused.weight'),
+    (layer_of_a_block_outside, 'ln_1.weight')])
+def test_a_fork_whose_dots_would_be_wrong_is_refused(fork, name):
+    model, _ = small_gpt(ghost=False)
+    fork(model.double())
+    with pytest.raises(ValueError, match=name.replace('.', r'\.')):
+        model.double().add_ghost()
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_add_ghost_changes_nothing_else(device):
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=V, dropout=0.2))
+    model.transformer.h[0].register_buffer('table', torch.ones(3))
+    before = {n: (p, p.clone()) for n, p in model.state_dict(keep_vars=True).items()}
+    generator = torch.get_rng_state()
+    with torch.no_grad():       # no matter what surrounds it
+        model.add_ghost()
+    assert torch.equal(generator, torch.get_rng_state())
+    now = model.state_dict(keep_vars=True)
+    for name, (p, value) in before.items():
+        assert now[name] is p and p.grad is None
+        assert device == 'meta' or torch.equal(p, value)
+    assert model.lm_head.weight is model.transformer.wte.weight and model.training
+    frozen = {name.replace('ghost_', '') for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == set(trainable(model))
+
+
+def test_all_blocks_compile_to_one_graph():
+    from torch._dynamo.testing import CompileCounter
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=4, n_head=2, n_embd=16, block_size=16, vocab_size=V))
+    names = model.add_ghost()
+    for block in model.transformer.h:
+        block.compile(dynamic=False, fullgraph=True, backend=counter)
+    X, Y = batch(3, 1)
+    for _ in range(2):
+        model(X, Y, torch.zeros(len(names), 3, requires_grad=True)).mean().backward()
+    assert counter.frame_count == 1
 
 
 def test_uncovered_layer_is_refused_at_start(fork, tmp_path):

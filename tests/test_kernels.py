@@ -1,4 +1,4 @@
-"""The GPU's fast forms in model.py against plain autograd: the kernels on a card, or without one in Triton's interpreter."""
+"""kernels.py against plain autograd: on a GPU, or without one in Triton's interpreter."""
 import sys
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kernels
 import model
-from model import GPT, GhostLinear, GPTConfig, HeadLoss
+from kernels import GhostLinear, HeadLoss
+from model import GPT, GPTConfig
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 needs_triton = pytest.mark.skipif(kernels.triton is None, reason='triton is not installed')
@@ -53,7 +54,7 @@ def test_sum_and_dots_kernel(rows):
 @pytest.mark.parametrize('chunk', [8, 16, 1000])
 def test_head_in_chunks_is_the_plain_head(monkeypatch, chunk, ghost):
     torch.manual_seed(0)
-    monkeypatch.setattr(model, 'HEAD_ROWS', chunk)
+    monkeypatch.setattr(kernels, 'HEAD_ROWS', chunk)
     x, w, G = (torch.randn(*s, dtype=torch.float64) for s in ((5, 8, 6), (11, 6), (11, 6)))
     y = torch.randint(0, 11, (5, 9))[:, 1:]
     grads = []
@@ -82,7 +83,8 @@ def test_ghost_linear_is_the_linear_with_dots():
     x, w, G, dy = (torch.randn(*s, dtype=torch.float64) for s in ((3, 7, 5), (4, 5), (4, 5), (3, 7, 4)))
     grads = []
     for fast in (False, True):
-        x_, w_, s = x.clone().requires_grad_(), w.clone().requires_grad_(), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+        s = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         y = GhostLinear.apply(x_, w_, G, s) if fast else F.linear(x_, w_) + s[:, None, None] * F.linear(x_, G)
         y.backward(dy)
         grads.append((y, x_.grad, w_.grad, s.grad))

@@ -123,7 +123,7 @@ def test_command_line_is_frozen(fork, tmp_path):
 
 
 @pytest.mark.parametrize('args, words', [
-    ('--batch_size 4', ['--batch_size:', '--name=value']), ('stray', ['stray', '--name=value']),
+    ('--batch_size', ['--batch_size:', 'needs a value']), ('stray', ['stray', '--name=value']),
     ('--batch_sise=4', ['batch_sise', 'batch_size']), ('--batch_size=1.5', ['batch_size', 'int', '1.5']),
     ('--n_head=3', ['n_embd=64', 'n_head=3']), ('--n_layer=0', ['n_layer=0', '1']),
     ('--block_size=0', ['block_size=0']),
@@ -529,17 +529,57 @@ def test_resuming_with_another_alphabet(fork, copy_of, tmp_path):
     (lambda f: f.write_text('hello'), ['ckpt.pt']),
     (lambda f: torch.save(torch.nn.Linear(2, 2), f), ['ckpt.pt: torn', 'Linear was not an allowed global by default)']),
     (lambda f: torch.save({'a': 1}, f), ['ckpt.pt']), (lambda f: torch.save([1], f), ['ckpt.pt']),
-    (lambda f: (f.unlink(), (f.parent / 'best.pt').unlink()), ['init_from=resume', 'random']),
+    (lambda f: f.unlink(), ['init_from=resume', 'random']),
     (lambda f: torch.save({k: v for k, v in ckpt_of(f.parent).items() if k != 'optimizer'}, f), ['ckpt.pt']),
     (lambda f: torch.save({**ckpt_of(f.parent), 'model': {}}, f), ['ckpt.pt']),
     (lambda f: torch.save({**ckpt_of(f.parent), 'iter_num': '20'}, f), ['ckpt.pt', 'no iter_num']),
     (lambda f: torch.save({**(c := ckpt_of(f.parent)), 'optimizer': {
         **c['optimizer'], 'state': dict(list(c['optimizer']['state'].items())[1:])}}, f), ['ckpt.pt', 'wte.weight'])])
-def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words):
+@pytest.mark.parametrize('mode', ['resume', 'auto'])
+def test_resuming_from_a_broken_checkpoint(fork, copy_of, spoil, words, mode):
     out = copy_of()
+    (out / 'best.pt').unlink()
     spoil(out / 'ckpt.pt')
-    line = fork(out.parent, f'--out_dir={out}', '--init_from=resume', rc=2)
-    assert all(word in line for word in words), line
+    if (out / 'ckpt.pt').exists() or mode == 'resume':
+        line = fork(out.parent, f'--out_dir={out}', f'--init_from={mode}', rc=2)
+        assert all(word.replace('resume', mode) in line for word in words), line
+
+
+@pytest.mark.parametrize('mode', ['resume', 'auto'])
+def test_a_broken_newest_checkpoint_is_passed_over(fork, copy_of, mode):
+    """The newest that loads is taken, the one that does not is told, kept out of the way, and replaced."""
+    out = copy_of()
+    shutil.copy(out / 'ckpt.pt', out / 'best.pt')
+    (out / 'ckpt.pt').write_bytes((out / 'ckpt.pt').read_bytes()[:-1000])
+    torn = (out / 'ckpt.pt').read_bytes()
+    done = fork(out.parent, f'--out_dir={out}', f'--init_from={mode}', DROPOUT, '--max_iters=22')
+    assert 'passed over' in done.out and 'ckpt.pt: torn' in done.out and f'resuming from {out}/best.pt at step 20' in done.out
+    assert ckpt_of(out)['iter_num'] == 22 and (out / 'ckpt.pt.torn').read_bytes() == torn
+
+
+@pytest.mark.parametrize('spoil', ['.metadata', '__0_0.distcp', 'state.json', 'incomplete'])
+def test_a_broken_newest_sharded_checkpoint_is_passed_over(fork, tmp_path, spoil):
+    args = '--out_dir=out', '--checkpoint_format=sharded', '--checkpoint_interval=2'
+    fork(tmp_path, *args, '--max_iters=6')
+    folder = tmp_path / 'out' / 'ckpt_dcp'
+    if spoil == 'incomplete':
+        (folder / 'step_6' / '.metadata').unlink()
+        shutil.copytree(folder / 'step_4', folder / 'step_9.tmp')
+    else:
+        (folder / 'step_6' / spoil).write_bytes((folder / 'step_6' / spoil).read_bytes()[:40])
+    done = fork(tmp_path, *args, '--init_from=auto', '--max_iters=8')
+    assert 'passed over' in done.out and 'step_6' in done.out and 'step_4 at step 4' in done.out
+    kept = {path.name for path in folder.iterdir()}
+    assert kept == {'step_2', 'step_4', 'step_6', 'step_8'} | (set() if spoil == 'incomplete' else {'step_6.torn'})
+
+
+def test_auto_never_deletes_parts_of_checkpoints(fork, tmp_path):
+    fork(tmp_path, '--out_dir=out', '--checkpoint_format=sharded', '--max_iters=2')
+    (tmp_path / 'out' / 'ckpt_dcp' / 'step_2' / '.metadata').unlink()
+    for mode in ('auto', 'resume'):
+        line = fork(tmp_path, '--out_dir=out', f'--init_from={mode}', rc=2)
+        assert 'step_2' in line and '.metadata' in line and '--overwrite=True' in line
+    fork(tmp_path, '--out_dir=out', '--overwrite=True', '--max_iters=2')
 
 
 @pytest.mark.parametrize('name', ['.metadata', '__0_0.distcp', 'state.json', '-state.json', '{state.json'])
@@ -589,6 +629,7 @@ class Evil:
 
 def test_nothing_in_a_checkpoint_is_executed(fork, copy_of, tmp_path):
     out = copy_of()
+    (out / 'best.pt').unlink()
     torch.save({**ckpt_of(out), 'config': Evil(tmp_path / 'executed')}, out / 'ckpt.pt')
     fork(tmp_path, f'--out_dir={out}', '--init_from=resume', rc=2)
     assert not (tmp_path / 'executed').exists()

@@ -1,0 +1,295 @@
+"""What users met: weights that are not finite, changed batch sizes, two runs in one folder, lost terminals, leftovers."""
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata
+
+from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, full_disk, log_of, tree, write_dataset
+from modes_helper import read_dots
+
+
+def offsets_of(out):
+    return read_dots(out)['offset']
+
+
+@pytest.mark.parametrize('nproc', [None, 2])
+@pytest.mark.parametrize('last', [False, True])
+def test_weights_whose_evaluation_is_not_finite_are_not_saved(fork, tmp_path, nproc, last):
+    out = tmp_path / 'out'
+    fork(tmp_path, '--max_iters=10', nproc=nproc)
+    good = (out / 'ckpt.pt').read_bytes(), (out / 'best.pt').read_bytes()
+    spoil = ['--init_from=auto', f'--max_iters={11 if last else 20}', '--eval_interval=1', '--decay_lr=False',
+             '--learning_rate=1e18', '--weight_decay=0']
+    for _ in range(2):      # the second restart is no worse off than the first
+        done = fork(tmp_path, *spoil, nproc=nproc, rc=None, warn=False)
+        assert set(done.codes) == {1} and 'the evaluation is not finite' in done.out, done.out + done.err
+        assert good == ((out / 'ckpt.pt').read_bytes(), (out / 'best.pt').read_bytes())
+    done = fork(tmp_path, *spoil, '--on_nonfinite=skip', nproc=nproc, rc=None, warn=False)
+    assert set(done.codes) == {1}       # at the end there is still nothing that could be saved
+    assert good == ((out / 'ckpt.pt').read_bytes(), (out / 'best.pt').read_bytes())
+    fork(tmp_path, '--init_from=auto', '--max_iters=12', nproc=nproc)
+    assert ckpt_of(out)['iter_num'] == 12
+
+
+def test_tokens_are_counted_over_changed_batch_sizes(fork, tmp_path):
+    fork(tmp_path, '--max_iters=10')                                            # 10 steps of 2 x 4 x 32 tokens
+    fork(tmp_path, '--init_from=resume', '--batch_size=8', '--max_iters=12')    # 2 steps of twice as many
+    done = fork(tmp_path, '--init_from=resume', '--batch_size=8', '--max_iters=13')
+    steps, evals = log_of(tmp_path / 'out')
+    assert [steps[i]['tokens'] for i in (9, 10, 11, 12)] == [2560, 3072, 3584, 4096]
+    assert evals[10]['tokens'] == 2560 and evals[13]['tokens'] == 4096
+    assert '13 steps see 4,096 tokens' in done.out and ckpt_of(tmp_path / 'out')['samples_seen'] == 4096 // 32
+
+
+@pytest.mark.parametrize('sizes', [(4, 10), (5, 2, 4)])
+def test_each_window_once_per_epoch_over_changed_batch_sizes(fork, tmp_path, sizes):
+    """100 windows; in every part of the run another batch size, together one epoch and a half."""
+    data = write_dataset(tmp_path / 'data', 'the quick brown fox jumps over the lazy dog' * 100)
+    tokens = os.path.getsize(data / 'train.bin') // 2
+    block = (tokens - 1) // 100
+    windows = (tokens - 1) // block
+    seen, step = 0, 0
+    for i, size in enumerate(sizes):
+        step += (windows * 3 // 2 // len(sizes)) // size
+        fork(tmp_path, f'--dataset={data}', f'--block_size={block}', '--data_order=epoch', '--use_ghost=True',
+             f'--batch_size={size}', '--gradient_accumulation_steps=1', f'--max_iters={step}', f'--out_dir=out{i}',
+             '--ghost_save_interval=1000', '--init_from=auto', '--eval_iters=1')
+        if i + 1 < len(sizes):
+            shutil.copytree(tmp_path / f'out{i}', tmp_path / f'out{i + 1}')
+            shutil.rmtree(tmp_path / f'out{i + 1}' / 'grad_dotprods')
+    order = torch.cat([offsets_of(tmp_path / f'out{i}').flatten() for i in range(len(sizes))]) // block
+    assert len(order) > windows
+    assert len(set(order[:windows].tolist())) == windows                        # the first epoch has each once
+    assert len(set(order[windows:].tolist())) == len(order) - windows           # and the second begins anew
+
+
+def start_train(cwd, *args, stdout=subprocess.PIPE, **kw):
+    return subprocess.Popen([sys.executable, TRAIN, *TINY, *map(str, args)], cwd=cwd, env={**ENV, **kw.pop('env', {})},
+                            stdout=stdout, stderr=subprocess.PIPE, text=True, **kw)
+
+
+def wait_for(path, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (path.is_file() and path.stat().st_size):
+        assert time.monotonic() < deadline, f'{path} has not come'
+        time.sleep(0.05)
+
+
+def test_two_runs_in_one_folder(fork, tiny, tmp_path):
+    first = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=100000', '--eval_interval=100000')
+    try:
+        wait_for(tmp_path / 'out' / 'log.jsonl')
+        for args in ([], ['--overwrite=True'], ['--init_from=auto']):
+            if args:
+                line = fork(tmp_path, *args, rc=None, warn=False)
+                assert line.codes == [2] and f'process {first.pid} on ' in line.err and 'another run' in line.err, line.err
+        assert first.poll() is None and (tmp_path / 'out' / 'log.jsonl').is_file()
+    finally:
+        first.kill()
+        first.wait()
+    fork(tmp_path, '--overwrite=True', '--max_iters=1')      # a killed run's lock is gone with it
+
+
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGTERM])
+def test_a_lost_terminal_saves(tiny, tmp_path, number):
+    run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=100000', '--eval_interval=100000')
+    wait_for(tmp_path / 'out' / 'log.jsonl')
+    run.send_signal(number)
+    assert run.wait(60) == 128 + number, run.stderr.read()
+    steps, _ = log_of(tmp_path / 'out')
+    assert ckpt_of(tmp_path / 'out')['iter_num'] == len(steps)
+
+
+def test_nohup_is_respected(tiny, tmp_path):
+    run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=300', '--eval_interval=100000',
+                      preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(tmp_path / 'out' / 'log.jsonl')
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(60) == 0 and ckpt_of(tmp_path / 'out')['iter_num'] == 300
+
+
+def test_a_closed_pipe_does_not_end_training(tiny, tmp_path):
+    run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=20')
+    run.stdout.readline()
+    run.stdout.close()
+    assert run.wait(60) == 0 and run.stderr.read() == ''
+    assert ckpt_of(tmp_path / 'out')['iter_num'] == 20
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_full_disks_of_others_do_not_end_training(tiny, tmp_path):
+    """What is printed, and the log: training goes on, and says of the log which file it is."""
+    with open('/dev/full', 'w') as full:
+        run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=20', stdout=full)
+        assert run.wait(60) == 0 and ckpt_of(tmp_path / 'out')['iter_num'] == 20
+    (tmp_path / 'out2').mkdir()
+    os.symlink('/dev/full', tmp_path / 'out2' / 'log.jsonl')
+    run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=20', '--out_dir=out2', '--init_from=auto',
+                      '--overwrite=False')
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0 and ckpt_of(tmp_path / 'out2')['iter_num'] == 20, out + err
+
+
+@pytest.mark.parametrize('env', [{'RANK': '0'}, {'RANK': ''}, {'LOCAL_RANK': '1'}, {'WORLD_SIZE': '4'},
+                                 {'RANK': '1', 'LOCAL_RANK': '1'}, {'RANK': 'x', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0'}])
+def test_leftover_ranks_in_the_environment_are_plain_training(fork, tmp_path, env):
+    done = fork(tmp_path, '--max_iters=1', env=env)
+    assert done.out.startswith('plain, 1 x cpu')
+    assert 'batch_size' in fork(tmp_path, '--batch_size=0', env=env, rc=2)
+
+
+def test_a_lone_rank_says_for_whom_it_waits(tiny, tmp_path):
+    env = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29876'}
+    run = start_train(tmp_path, f'--dataset={tiny}', env={**env, 'PYTHONUNBUFFERED': '1'})
+    try:
+        line = run.stdout.readline()
+        assert 'rank 0 waits at 127.0.0.1:29876 for all 2 ranks' in line, line
+    finally:
+        run.kill()
+        run.wait()
+
+
+def test_a_full_disk_under_ddp_is_one_line(train, fork, tmp_path):
+    for nproc, args in ((2, []), (2, ['--use_fsdp=True'])):
+        with full_disk(300_000):
+            done = train(tmp_path, '--max_iters=3', f'--out_dir=out{len(args)}', *args, nproc=nproc, rc=1)
+        own = [line for line in done.err.splitlines() if line.startswith('train.py: ') or 'train.py: ' in line[:40]]
+        assert len(own) == 1 and 'make room' in own[0], done.err
+        assert 'Traceback (most recent' not in done.err.partition('torch.distributed.elastic')[0], done.err
+
+
+def test_weights_and_text_must_belong_together(fork, tmp_path):
+    """nanoGPT's checkpoints do not hold their alphabet: its size tells."""
+    small, large = (write_dataset(tmp_path / name, text * 1000) for name, text in (('s', 'abcdefg\n'), ('l', 'abcdefgh\n')))
+    fork(tmp_path, f'--dataset={large}', '--max_iters=2')
+    ckpt = ckpt_of(tmp_path / 'out')
+    del ckpt['meta']
+    torch.save(ckpt, tmp_path / 'out' / 'ckpt.pt')
+    (tmp_path / 'out' / 'best.pt').unlink()
+    line = fork(tmp_path, f'--dataset={small}', '--init_from=resume', '--max_iters=3', rc=2)
+    assert '9 token ids' in line and 'has 8' in line and '--new_tokenizer=True' in line, line
+    line = fork(tmp_path, f'--dataset={small}', '--init_from=out/ckpt.pt', '--out_dir=out2', rc=2)
+    assert '--new_tokenizer=True' in line
+    fork(tmp_path, f'--dataset={small}', '--init_from=out/ckpt.pt', '--out_dir=out2', '--new_tokenizer=True', '--max_iters=1')
+    fork(tmp_path, f'--dataset={large}', '--init_from=resume', '--max_iters=3')
+
+
+class Evil:
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture(scope='module')
+def sharded(fork, tmp_path_factory):
+    cwd = tmp_path_factory.mktemp('sharded')
+    fork(cwd, '--checkpoint_format=sharded', '--max_iters=2', '--grad_dump=True', '--grad_dump_end_step=0')
+    return cwd / 'out'
+
+
+def evil_pickles(path):
+    """Pickles that write a file if they are loaded plainly, hidden in the fields of a checkpoint's metadata."""
+    real = pickle.loads(path.read_bytes())
+    for number in range(8):
+        found, mark = pickle.loads(path.read_bytes()), path.parent.parent / f'executed{number}'
+        evil = Evil(os.system, f'touch {mark}')
+        name = next(iter(real.state_dict_metadata))
+        if number == 0:
+            yield pickle.dumps(evil)
+        elif number == 1:       # a global whose module only looks like one that belongs there
+            yield b'cpathlib\nos.system\n(S"touch %s"\ntR.' % os.fsencode(mark)
+        elif number == 2:
+            yield b'\x80\x04\x8c\x07pathlib\x8c\x09os.system\x93\x8c%c%s\x85R.' % (len(f'touch {mark}'), f'touch {mark}'.encode())
+        elif number == 3:
+            found.planner_data = evil
+        elif number == 4:
+            found.storage_meta = evil
+        elif number == 5:
+            found.state_dict_metadata[name] = evil
+        elif number == 6:
+            found.storage_data[next(iter(found.storage_data))].relative_path = evil
+        else:
+            found.state_dict_metadata[name].properties.memory_format = evil
+        if number > 2:
+            yield pickle.dumps(found)
+
+
+@pytest.mark.parametrize('number', range(8))
+def test_nothing_in_a_sharded_checkpoint_is_executed(fork, tmp_path, sharded, number):
+    shutil.copytree(sharded, tmp_path / 'out')
+    folder = tmp_path / 'out' / 'ckpt_dcp' / 'step_2'
+    content = list(evil_pickles(folder / '.metadata'))[number]
+    (folder / '.metadata').write_bytes(content)
+    dump = tmp_path / 'out' / 'gradient_dumper' / 'step0' / 'sharded'
+    (dump / '.metadata').write_bytes(content)
+    fork(tmp_path, '--init_from=resume', '--max_iters=3', rc=2)
+    fork(tmp_path, f'--init_from={folder}', '--out_dir=new', rc=2)
+    for script, *args in (('export.py', folder, 'dst', '--to=full'), ('load_grads.py', 'norms', dump),
+                          ('sample.py', f'--out_dir={folder}')):
+        done = subprocess.run([sys.executable, os.path.join(ROOT, 'scripts', script), *map(str, args)], cwd=tmp_path,
+                              env=ENV, capture_output=True, text=True)
+        assert done.returncode in (1, 2) and done.stderr.count('\n') == 1, done.stderr
+    assert not list(tmp_path.rglob('executed*'))
+
+
+def test_bytes_in_a_sharded_checkpoint_are_not_unpickled(fork, tmp_path, sharded):
+    """torch reads an entry that is no tensor by weights_only=False: ours is not handed to it."""
+    shutil.copytree(sharded, tmp_path / 'out')
+    folder = tmp_path / 'out' / 'ckpt_dcp' / 'step_2'
+    found = pickle.loads((folder / '.metadata').read_bytes())
+    index = next(i for i in found.storage_data if i.fqn == 'model.transformer.wte.weight')
+    part = found.storage_data[index]
+    with open(folder / 'evil.distcp', 'wb') as file:
+        torch.save(Evil(os.system, f'touch {tmp_path / "executed"}'), file)
+    part.relative_path, part.offset, part.length = 'evil.distcp', 0, os.path.getsize(folder / 'evil.distcp')
+    for entry in (metadata.BytesStorageMetadata(), found.state_dict_metadata['model.transformer.wte.weight']):
+        found.state_dict_metadata['model.transformer.wte.weight'] = entry
+        found.storage_data = {**found.storage_data, index: part, metadata.MetadataIndex(index.fqn): part}
+        (folder / '.metadata').write_bytes(pickle.dumps(found))
+        done = fork(tmp_path, '--init_from=resume', '--max_iters=3', rc=None, warn=False)
+        assert set(done.codes) == {2} and done.err.count('\n') == 1, done.err
+        fork(tmp_path, f'--init_from={folder}', '--out_dir=new', rc=2)
+    assert not (tmp_path / 'executed').exists()
+    with pytest.raises(Exception):      # what torch alone would have done
+        dcp.load({'model.transformer.wte.weight': torch.zeros(1)}, checkpoint_id=folder, no_dist=True)
+
+
+def test_sizes_that_no_memory_holds(fork, tmp_path):
+    done = fork(tmp_path, '--n_embd=2097152', '--n_layer=1000', rc=None, warn=False)
+    assert set(done.codes) <= {1, 2} and done.err.count('\n') == 1 and 'memory' in done.err, done.err
+    assert not (tmp_path / 'out').exists()
+
+
+def test_the_record_of_a_bin_that_shrinks(fork, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / 'data')
+    shrink = f'''
+import numpy, os
+real, calls = numpy.fromfile, [0]
+def fromfile(*args, **kw):
+    calls[0] += 1
+    if calls[0] == 60:
+        os.truncate({str(tmp_path / "data" / "train.bin")!r}, 10)
+    return real(*args, **kw)
+numpy.fromfile = fromfile
+'''
+    done = fork(tmp_path, f'--dataset={tmp_path / "data"}', before=shrink, rc=None, warn=False)
+    assert done.codes == [2] and 'train.bin' in done.err and done.err.count('\n') == 1, done.err
+
+
+def test_config_says_what_ran(fork, tmp_path):
+    fork(tmp_path, '--max_iters=1')
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['max_iters'] == 1
+    before = tree(tmp_path / 'out')
+    fork(tmp_path, '--init_from=resume', '--eval_only=True')
+    assert tree(tmp_path / 'out') == before
