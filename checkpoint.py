@@ -609,6 +609,12 @@ def read_progress(folder):
     except (OSError, ValueError, LookupError, TypeError) as error:
         cause = error if isinstance(error, PermissionError) else None
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
+    check_sizes(folder)
+    return ckpt
+
+
+def check_sizes(folder):
+    """ValueError (one line) if a file that a torch.distributed.checkpoint folder speaks of is missing or too short."""
     ends = {}
     for part in get_checkpoint_metadata(folder).storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
@@ -616,8 +622,7 @@ def read_progress(folder):
         path = Path(folder, name)
         size = path.stat().st_size if path.is_file() else 0
         if size < end:
-            raise ValueError(f'{path}: missing or torn, it has {size:,} bytes of at least {end:,}')
-    return ckpt
+            raise ValueError(f'{path}: missing or torn, it has {size} bytes of at least {end}')
 
 
 def read_sharded(folder):
@@ -785,6 +790,8 @@ def load_keys(dir, names=None):
     folder, known = find_keys(dir, names)
     sharded = os.path.exists(os.path.join(folder, '.metadata'))
     reader = SafeReader(folder) if sharded else None
+    if sharded:
+        check_sizes(folder)
     for name in known:
         if sharded:
             tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
