@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,9 +42,7 @@ def write_sharded(ckpt, folder):
         name: {'step': torch.tensor(0.0), 'exp_avg': torch.zeros_like(w), 'exp_avg_sq': torch.zeros_like(w)}
         for name, w in weights.items()}
     write_file(Path(folder, 'state.json'), json.dumps(rest).encode())
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is', UserWarning)  # one process is what we mean
-        dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
+    dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
 
 
 def write_hf(ckpt, folder, tokenizer):

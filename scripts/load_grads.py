@@ -73,7 +73,7 @@ def plot(run, path):
 
 def compare(first_dir, second_dir):
     """Print the cosine and the norm ratio of each parameter that two dumps have in common."""
-    first, second = (find_keys(folder)[2] for folder in (first_dir, second_dir))
+    (_, first), (_, second) = find_keys(first_dir), find_keys(second_dir)
     names = [name for name in first if name in second]
     if not names:
         raise ValueError(f'{first_dir} and {second_dir} have no parameter in common')
@@ -106,7 +106,7 @@ def follow(run, names):
 def run(command, args):
     """Carry out one command of the module's docstring; ValueError with one line where it cannot be done."""
     if command == 'list':
-        tensors = find_keys(args[0])[2]
+        _, tensors = find_keys(args[0])
         width = max(map(len, tensors))
         for name, info in tensors.items():
             print(f'{name:{width}}  {tuple(info.size)!s:16} {str(info.properties.dtype).removeprefix("torch.")}')

@@ -93,6 +93,7 @@ def command(*args, rc=0):
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter('error')
+            warnings.filterwarnings('ignore', 'torch.distributed is disabled')      # as checkpoint.py, imported before
             runpy.run_path(os.path.join(SCRIPTS, 'load_grads.py'), run_name='__main__')
     except SystemExit as stop:
         code = stop.code or 0
