@@ -564,7 +564,7 @@ def read_checkpoint(src):
     """
     if src in OPENAI or is_hf_folder(src):
         model_args, weights = load_hf(src)
-        ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args}
+        ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args, 'meta': hf_record(src).get('meta')}
     elif os.path.isfile(os.path.join(src, '.metadata')):
         ckpt = read_sharded(src)
     elif os.path.isdir(src):
@@ -619,6 +619,12 @@ def read_progress(folder):
     except (OSError, ValueError, LookupError, TypeError) as error:
         cause = error if isinstance(error, PermissionError) else None
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
+    check_sizes(folder)
+    return ckpt
+
+
+def check_sizes(folder):
+    """ValueError (one line) if a file that a torch.distributed.checkpoint folder speaks of is missing or too short."""
     ends = {}
     for part in get_checkpoint_metadata(folder).storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
@@ -626,8 +632,7 @@ def read_progress(folder):
         path = Path(folder, name)
         size = path.stat().st_size if path.is_file() else 0
         if size < end:
-            raise ValueError(f'{path}: missing or torn, it has {size:,} bytes of at least {end:,}')
-    return ckpt
+            raise ValueError(f'{path}: missing or torn, it has {size} bytes of at least {end}')
 
 
 def read_sharded(folder):
@@ -795,6 +800,8 @@ def load_keys(dir, names=None):
     folder, known = find_keys(dir, names)
     sharded = os.path.exists(os.path.join(folder, '.metadata'))
     reader = SafeReader(folder) if sharded else None
+    if sharded:
+        check_sizes(folder)
     for name in known:
         if sharded:
             tensor = torch.empty(known[name].size, dtype=known[name].properties.dtype)
@@ -853,40 +860,81 @@ def download_gpt2(name):
     return folder
 
 
+def read_json(path):
+    """The object that a JSON file holds. ValueError (one line) if it is missing, torn, or holds something else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{path}: missing or torn ({why(error)})') from None
+    if not isinstance(found, dict):
+        raise ValueError(f'{path}: holds {str(found)[:40]}, not an object')
+    return found
+
+
+def hf_record(path):
+    """What scripts/export.py adds to the config.json of a folder in Hugging Face form: 'bias', and 'meta' of the
+    tokens; {} of another's folder or of OpenAI's weights."""
+    record = {} if path in OPENAI else read_json(Path(path, 'config.json')).get('flatgpt')
+    return record if isinstance(record, dict) else {}
+
+
+def load_hf_tensors(path):
+    """{name: tensor} of the model.safetensors in a folder, or of the files that its index names."""
+    from safetensors.torch import load_file
+    names = ['model.safetensors']
+    if not (path / names[0]).is_file():
+        index = path / 'model.safetensors.index.json'
+        files = read_json(index).get('weight_map')
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f'{index}: has no weight_map of names')
+        names = sorted({os.path.basename(name) for name in files.values()})
+    tensors = {}
+    for name in names:
+        try:
+            tensors.update(load_file(path / name))
+        except Exception as error:      # safetensors has its own kinds
+            raise ValueError(f'{path / name}: missing or torn ({why(error)})') from None
+    return tensors
+
+
 def load_hf(path):
     """
-    Read a GPT-2 folder in Hugging Face form (config.json, model.safetensors), or OpenAI's weights by name ('gpt2-xl').
+    Read a GPT-2 folder in Hugging Face form (config.json and model.safetensors, or the parts that
+    model.safetensors.index.json names), or OpenAI's weights by name ('gpt2-xl').
     Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported, and
     OSError if a download fails.
     """
-    from safetensors.torch import load_file
+    bias = hf_record(path).get('bias', True)
     path = download_gpt2(path) if path in OPENAI else Path(path)
-    for name in ('config.json', 'model.safetensors'):
-        if not (path / name).is_file():
-            raise ValueError(f'{path} has no {name}; expected a GPT-2 folder in Hugging Face form')
-    c = json.loads((path / 'config.json').read_text(encoding='utf-8'))
+    c = read_json(path / 'config.json')
     gelus = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}
-    gelu = gelus.get(c.get('activation_function', 'gelu_new'))
+    gelu = gelus.get(str(c.get('activation_function', 'gelu_new')))
     wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
               'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
-    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c['n_embd'])}
+    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c.get('n_embd', 0))}
     if gelu is None or odd:
         raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
-    model_args = dict(n_layer=c['n_layer'], n_head=c['n_head'], n_embd=c['n_embd'], vocab_size=c['vocab_size'],
-                      block_size=c.get('n_positions', 1024), bias=True, gelu=gelu)
-    try:
-        tensors = load_file(path / 'model.safetensors')
-    except Exception as error:      # safetensors has its own kinds
-        raise ValueError(f'{path}/model.safetensors can not be read: {error}') from None
+    model_args = {**{name: c.get(name) for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size')},
+                  'block_size': c.get('n_positions', 1024)}
+    wrong = [f'{name}={value}' for name, value in model_args.items() if type(value) is not int or value < 1]
+    if wrong:
+        raise ValueError(f'{path}/config.json: {", ".join(wrong)}')
     state = {}
-    for name, w in tensors.items():
+    for name, w in load_hf_tensors(path).items():
         name = name.removeprefix('transformer.')
         if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
             state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
-    state['lm_head.weight'] = state['transformer.wte.weight']
+    biases = [name for name in state if name.endswith('.bias')]
+    if bias is False and not any(state[name].any() for name in biases):     # zeros that this form asks for
+        for name in biases:
+            del state[name]
+    else:
+        bias = True
+    model_args.update(bias=bias, gelu=gelu)
+    state['lm_head.weight'] = state.get('transformer.wte.weight')
     with torch.device('meta'):
         expected = {k: v.shape for k, v in GPT(GPTConfig(**model_args)).state_dict().items()}
-    wrong = [k for k in expected.keys() | state.keys() if k not in state or expected.get(k) != state[k].shape]
+    wrong = [k for k in expected.keys() | state.keys() if getattr(state.get(k), 'shape', None) != expected.get(k)]
     if wrong:
-        raise ValueError(f'{path}/model.safetensors does not fit its config.json: {", ".join(sorted(wrong)[:3])}')
+        raise ValueError(f'{path}: model.safetensors does not fit its config.json: {", ".join(sorted(wrong)[:3])}')
     return model_args, state

@@ -49,22 +49,17 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))       # for what train.py imports
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from configurator import configure
 from data.bins import find_folder
-from scripts.common import obstacle, printing
+from scripts.common import fail, must_be_writable, note, one_line_parser, printing, write_result
 
+ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ['--use_fsdp=False', '--use_ghost=False']       # whatever a config file says
 FLAGS = {'plain': PLAIN, 'ddp': PLAIN, 'fsdp': [*PLAIN, '--use_fsdp=True'], 'ghost': ['--use_ghost=True']}
 FORCED = ['--init_from=scratch', '--eval_interval=1000000000', '--eval_iters=1', '--checkpoint_interval=0',
           '--max_iters=1000000000', '--log_interval=1000000000', '--wandb_log=False', '--eval_only=False']
-signal.signal = lambda *_: None     # train.py sets handlers, which a thread may not; Ctrl-C ends the benchmark anyway
-
-
-def fail(message):
-    print(f'bench.py: {message}', file=sys.stderr)
-    sys.exit(2)
 
 
 # ---- taking turns: every runner is a thread that moves only when turn() lets it, up to its next optimizer step -------
@@ -75,14 +70,15 @@ class Stop(BaseException):
 local, paused = threading.local(), threading.Semaphore(0)
 
 
-def start(name, body, on_gpu):
-    """A runner that will execute body(runner) and hold after each optimizer step in it."""
-    runner = SimpleNamespace(name=name, on_gpu=on_gpu, go=threading.Semaphore(0), over=False, error=None, profile=None,
-                             space={}, steps=[], micros=[], waits=[], marks=[], fetches=[], batches=[], used=[])
+def start(name, body, card):
+    """A runner that will execute body(runner) and hold after each optimizer step in it; card: 'cuda:N', or None."""
+    runner = SimpleNamespace(name=name, on_gpu=card is not None, go=threading.Semaphore(0), stop=False, over=False,
+                             error=None, profile=None, space={}, steps=[], micros=[], waits=[], marks=[], fetches=[],
+                             batches=[], used=[])
 
     def run():
         local.runner = runner
-        if on_gpu:
+        if card:
             torch.cuda.set_device(card)
         runner.go.acquire()
         runner.began = clock(runner)
@@ -100,6 +96,7 @@ def start(name, body, on_gpu):
 
 
 def turn(runner):
+    """Let the runner go on to the end of its next optimizer step, or to its own end."""
     runner.allocated = torch.cuda.memory_allocated() if runner.on_gpu else 0
     if runner.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -218,6 +215,32 @@ def peer(model_file, ours):
     return body
 
 
+def raise_error(runner):
+    """What has ended a runner ends the benchmark; but for a lack of memory, which is a result."""
+    if isinstance(runner.error, SystemExit):    # train.py has said why
+        sys.exit(runner.error.code)
+    if runner.error and not isinstance(runner.error, (Stop, torch.OutOfMemoryError)):
+        raise runner.error
+
+
+def profile_step(runner, folder):
+    """One more step, its trace and its table of kernels as files in `folder`. All ranks take it, rank 0 writes."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if runner.on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profile = runner.profile = torch.profiler.profile(activities=activities)
+    turn(runner)
+    raise_error(runner)
+    runner.profile = None
+    if runner.over or os.environ.get('RANK', '0') != '0':
+        return
+    path = str(Path(folder, f'{runner.name.replace("+", "_")}_{runner.space["batch_size"]}'))
+    profile.export_chrome_trace(f'{path}.json')
+    by = f'self_{"cuda" if runner.on_gpu else "cpu"}_time_total'
+    table = profile.key_averages().table(by, row_limit=40, max_name_column_width=90)
+    write_result(f'{path}.txt', table.encode())
+
+
 def contest(runners, steps, profile):
     """First step, warm-up, then `steps` rounds in turn. Returns a row of figures for each runner."""
     for runner in runners:
@@ -230,27 +253,16 @@ def contest(runners, steps, profile):
                 turn(runner)
     rows = []
     for runner in runners:
-        if isinstance(runner.error, torch.OutOfMemoryError):
+        raise_error(runner)
+        if runner.error:
             rows.append({'name': runner.name, 'error': 'out of memory'})
-        elif runner.error:
-            if isinstance(runner.error, SystemExit):    # train.py has said why
-                sys.exit(runner.error.code)
-            raise runner.error
         elif not runner.steps:      # the peer of one that ran out of memory
             rows.append({'name': runner.name, 'error': 'no batches to run on'})
         else:
             rows.append(figures(runner, runners[0]))
     for runner in runners:
         if profile and not runner.over:
-            on = torch.profiler.ProfilerActivity
-            runner.profile = torch.profiler.profile(activities=[on.CPU] + [on.CUDA] * runner.on_gpu)
-            turn(runner)
-            name = f'{runner.name.replace("+", "_")}_{runner.space["batch_size"]}'
-            runner.profile.export_chrome_trace(str(Path(profile, f'{name}.json')))
-            table = runner.profile.key_averages().table(
-                f'self_{"cuda" if runner.on_gpu else "cpu"}_time_total', row_limit=40, max_name_column_width=90)
-            Path(profile, f'{name}.txt').write_text(table, encoding='utf-8')
-            runner.profile = None
+            profile_step(runner, profile)
     for runner in runners:
         if not runner.over:
             runner.stop = True
@@ -306,184 +318,230 @@ def resident():
     return usage.getrusage(usage.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
-def load(settings, folder):
+def load(settings, folder, card):
     """A row of figures for each data_order, of a train.py held after its first step."""
     rows = []
     for order in 'imports', 'random', 'epoch':
         tiny = ['--n_layer=1', '--n_head=1', '--n_embd=8', '--compile=False', '--gradient_accumulation_steps=1',
                 f'--data_order={"random" if order == "imports" else order}']
-        runner = start(order, train(settings + tiny, folder), on_gpu)
-        runner.stop = False
+        runner = start(order, train(settings + tiny, folder), card)
         with open(os.devnull, 'w') as silence, redirect_stdout(silence):
             turn(runner)
-        if isinstance(runner.error, SystemExit):    # train.py has said why
-            sys.exit(runner.error.code)
-        if runner.error:
-            raise runner.error
-        offsets_of, read, samples = (runner.space[k] for k in ('train_offsets', 'read_windows', 'batch_size'))
-        times = []
-        for i in range(10100 if order != 'imports' else 0):
-            if i == 100:        # by now all that is allocated once has been
-                before = resident()
-            begin = time.perf_counter()
-            offsets = offsets_of(i, np.arange(samples))
-            chosen = time.perf_counter()
-            read('train', offsets)
-            times.append((chosen - begin, clock(runner) - begin))
-        if times:
-            after = resident()
-            choice, whole = np.median(times[100:], 0) * 1e6
-            rows.append(dict(order=order, open_s=runner.first_seconds, batch_us=whole, offsets_us=choice,
-                             grown_mib=None if after is None else (after - before) / 2**20))
+        raise_error(runner)
+        if order != 'imports':
+            rows.append(time_batches(runner, order))
         runner.stop = True
         turn(runner)
     return rows
 
 
-def is_prepared(settings):
-    """Whether the dataset that train.py takes with these settings is there; if not, stderr says what comes instead."""
-    space = {'__file__': str(ROOT / 'train.py')}
-    text = (ROOT / 'train.py').read_text(encoding='utf-8')
-    exec(text[:text.index('\nconfig, given =')], space)      # the defaults
-    configure(space, settings)
-    name = space['dataset']
-    there = all((find_folder(name) / f'{split}.bin').is_file() for split in ('train', 'val'))
-    if not there:
-        print(f"bench.py: dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead", file=sys.stderr)
-    return there
+def time_batches(runner, order):
+    offsets_of, read, samples = (runner.space[k] for k in ('train_offsets', 'read_windows', 'batch_size'))
+    times = []
+    for i in range(10100):
+        if i == 100:        # by now all that is allocated once has been
+            before = resident()
+        begin = time.perf_counter()
+        offsets = offsets_of(i, np.arange(samples))
+        chosen = time.perf_counter()
+        read('train', offsets)
+        times.append((chosen - begin, clock(runner) - begin))
+    after = resident()
+    choice, whole = np.median(times[100:], 0) * 1e6
+    grown = None if after is None else (after - before) / 2**20
+    return dict(order=order, open_s=runner.first_seconds, batch_us=whole, offsets_us=choice, grown_mib=grown)
+
+
+def show_loader(rows):
+    print(f'{"order":10}{"open s":>8}{"batch us":>10}{"offsets us":>12}{"memory MiB":>12}')
+    for row in rows:
+        grown = 'n/a' if row['grown_mib'] is None else f'{row["grown_mib"]:.1f}'
+        print(f'{row["order"]:10}{row["open_s"]:8.2f}{row["batch_us"]:10.0f}{row["offsets_us"]:12.0f}{grown:>12}')
 
 
 # ---- what to run -----------------------------------------------------------------------------------------------------
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                 allow_abbrev=False)
-parser.add_argument('--modes', default='plain', help='comma-separated')
-parser.add_argument('--peer', metavar='DIR', help='a nanoGPT checkout, or a folder with such a model.py; needs plain')
-parser.add_argument('--steps', type=int, default=5, help='timed steps of each mode')
-parser.add_argument('--nproc', type=int, default=2, help='processes for ddp and fsdp')
-parser.add_argument('--batch_sizes', help='comma-separated micro-batches to compare; a step keeps its --samples')
-parser.add_argument('--samples', type=int, default=480, help='samples per step, with --batch_sizes')
-parser.add_argument('--data', action='store_true', help='the loader alone, see above')
-parser.add_argument('--profile', metavar='DIR', help="one more step: a trace for chrome://tracing, a table of kernels")
-parser.add_argument('--json', metavar='FILE', help='all figures')
-parser.add_argument('--child', help=argparse.SUPPRESS)      # set for the processes that torchrun starts
-args, settings = parser.parse_known_args()
-modes = ['plain+ghost' if m == 'ghost' else m for m in args.modes.split(',')]
-for mode in modes:
-    base, *extra = mode.split('+')
-    if base not in ('plain', 'ddp', 'fsdp') or extra not in ([], ['ghost']):
-        fail(f'--modes: {mode!r} is none of plain, ddp, fsdp, ghost, ddp+ghost, fsdp+ghost')
-for name in 'steps', 'nproc', 'samples':
-    if vars(args)[name] < 1:
-        fail(f'--{name}={vars(args)[name]}: must be at least 1')
-if args.peer and 'plain' not in modes:
-    fail('--peer runs on the batches of plain: name plain among the --modes')
-if args.peer and not Path(args.peer, 'model.py').is_file():
-    fail(f'--peer: no model.py in {args.peer}')
-try:
-    sizes = [int(b) for b in args.batch_sizes.split(',')] if args.batch_sizes else [None]
-except ValueError:
-    fail(f'--batch_sizes={args.batch_sizes}: expected numbers, comma-separated')
-if args.data and args.batch_sizes:
-    fail('--data takes one --batch_size, no --batch_sizes')
-if bad := [b for b in sizes if b is not None and (b < 1 or args.samples % b)]:
-    fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {bad[0]}')
-for path in filter(None, (args.profile, args.json and Path(args.json).resolve().parent)):
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f'{path}: {error.strerror}')
-if args.json and (problem := obstacle(args.json, False)):
-    fail(problem)
-on_gpu = torch.cuda.is_available() and not any(s.startswith(('--device=cpu', '--device=mps')) for s in settings)
-card = next((s[14:] for s in settings if s.startswith('--device=cuda:')), os.environ.get('LOCAL_RANK', 0))
-card = f'cuda:{card}'
-if on_gpu:
-    torch.cuda.set_device(card)
-if args.profile:
-    with torch.profiler.profile():      # it wants the main thread for its first start
-        pass
-register_optimizer_step_pre_hook(before_update)
-register_optimizer_step_post_hook(after_update)
-
-rows = []
-with printing(), tempfile.TemporaryDirectory() as folder:
-    own = args.child or any(s.startswith('--dataset=') for s in settings)
-    if not own and (args.data or not is_prepared(settings)):
+def parse():
+    """(arguments, those for train.py, modes, micro-batches to compare); one line and the end if something is wrong."""
+    parser = one_line_parser(__doc__, '[options] [config.py ...] [--name=value ...]')
+    parser.add_argument('--modes', default='plain', help='comma-separated')
+    parser.add_argument('--peer', metavar='DIR', help='a nanoGPT checkout, or a folder with its model.py; needs plain')
+    parser.add_argument('--steps', type=int, default=5, help='timed steps of each mode')
+    parser.add_argument('--nproc', type=int, default=2, help='processes for ddp and fsdp')
+    parser.add_argument('--batch_sizes', help='comma-separated micro-batches to compare; a step keeps its --samples')
+    parser.add_argument('--samples', type=int, default=480, help='samples per step, with --batch_sizes')
+    parser.add_argument('--data', action='store_true', help='the loader alone, see above')
+    parser.add_argument('--profile', metavar='DIR', help='one step more: a trace for chrome://tracing, and a table')
+    parser.add_argument('--json', metavar='FILE', help='all figures')
+    parser.add_argument('--child', help=argparse.SUPPRESS)      # set for the processes that torchrun starts
+    args, settings = parser.parse_known_args()
+    modes = ['plain+ghost' if mode == 'ghost' else mode for mode in args.modes.split(',')]
+    for mode in modes:
+        base, *extra = mode.split('+')
+        if base not in ('plain', 'ddp', 'fsdp') or extra not in ([], ['ghost']):
+            fail(f'--modes: {mode!r} is none of plain, ddp, fsdp, ghost, ddp+ghost, fsdp+ghost')
+    for name in 'steps', 'nproc', 'samples':
+        if vars(args)[name] < 1:
+            fail(f'--{name}={vars(args)[name]}: must be at least 1')
+    if args.peer and 'plain' not in modes:
+        fail('--peer runs on the batches of plain: name plain among the --modes')
+    if args.peer and not Path(args.peer, 'model.py').is_file():
+        fail(f'--peer: no model.py in {args.peer}')
+    sizes = [None]
+    if args.batch_sizes:
+        try:
+            sizes = [int(size) for size in args.batch_sizes.split(',')]
+        except ValueError:
+            fail(f'--batch_sizes={args.batch_sizes}: expected numbers, comma-separated')
         if args.data:
-            for name, size in ('train.bin', 20 * 10**9), ('val.bin', 2**20):
-                try:
-                    with open(Path(folder, name), 'wb') as f:
-                        f.truncate(size)    # all zeros, which take no room on most file systems
-                except OSError as error:
-                    fail(f'--data: {error.strerror} for 20 GB in {folder}: name a better place, TMPDIR=...')
-            Path(folder, 'meta.json').write_text('{"vocab_size": 64}')      # logits of 50,257 would need 2.5 GB
-        for name in ('train.bin', 'val.bin') if not args.data else ():
-            np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2').tofile(Path(folder, name))
-        settings = settings + [f'--dataset={folder}']
+            fail('--data takes one --batch_size, no --batch_sizes')
+        for size in sizes:
+            if size < 1 or args.samples % size:
+                fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {size}')
+    folders = [args.profile] if args.profile else []
+    if args.json:
+        folders.append(Path(args.json).resolve().parent)
+    for folder in folders:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f'{folder}: {error.strerror}')
+    if args.json:
+        must_be_writable(args.json)
+    return args, settings, modes, sizes
+
+
+def read_config(settings):
+    """{name: value} of all settings of a train.py that is started with these arguments."""
+    path = ROOT / 'train.py'
+    text = path.read_text(encoding='utf-8')
+    space = {'__file__': str(path)}
+    exec(text[:text.index('configure(globals())')].rpartition('\n')[0], space)      # imports and defaults
+    return configure(space, settings)[0]
+
+
+def make_data(args, config, folder):
+    """The dataset to run on: the one of the settings if it is prepared, else a made-up one in `folder`."""
+    name = config['dataset']
     if args.data:
-        rows = load(settings, folder)
-        print(f'{"order":10}{"open s":>8}{"batch us":>10}{"offsets us":>12}{"memory MiB":>12}')
-        for row in rows:
-            grown = 'n/a' if row['grown_mib'] is None else f'{row["grown_mib"]:.1f}'
-            print(f'{row["order"]:10}{row["open_s"]:8.2f}{row["batch_us"]:10.0f}{row["offsets_us"]:12.0f}{grown:>12}')
-    for size in sizes if not args.data else ():
-        these = settings + ([] if size is None else
-                            [f'--batch_size={size}', f'--gradient_accumulation_steps={args.samples // size}'])
-        runners = []
-        for mode in modes:
-            flags = [f for part in mode.split('+') for f in FLAGS[part]]
-            if mode.startswith('plain') or args.child:
-                runners.append(start(mode, train(these + flags, folder), on_gpu))
-        if args.peer:
-            ours = next(r for r in runners if r.name == 'plain')
-            runners.insert(runners.index(ours) + 1, start('peer', peer(Path(args.peer, 'model.py'), ours), on_gpu))
-        for runner in runners:
-            runner.stop = False
-        new = []
-        if runners:
-            said = io.StringIO()
+        for split, size in ('train', 20 * 10**9), ('val', 2**20):
             try:
-                with redirect_stdout(said):
-                    new = contest(runners, args.steps, args.profile if os.environ.get('RANK', '0') == '0' else None)
-            except SystemExit as end:
-                if end.code == 1:       # a step that was not finite: train.py says so on standard output
-                    print(f'bench.py: {said.getvalue().splitlines()[-1]}', file=sys.stderr)
-                raise
-        for mode in modes:
-            if not mode.startswith('plain') and not args.child:
-                command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
-                           f'--nproc_per_node={args.nproc}', __file__, f'--child={folder}/rows.json',
-                           f'--modes={mode}', f'--steps={args.steps}', *these]
-                command += [f'--profile={args.profile}'] if args.profile else []
-                ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors='replace')
-                if ended.returncode:
-                    lines = [line for line in ended.stderr.splitlines() if line.startswith('train.py:')]
-                    fail(lines[0] if lines else f'{mode} failed:\n{ended.stderr[-3000:]}')
-                row, = json.loads(Path(folder, 'rows.json').read_text())
-                if 'error' not in (*(new[:1] or [row])[0], *row):
-                    first = (new or [row])[0]
-                    row['ratio'] = row['tokens_per_s'] / row['world_size'] / first['tokens_per_s'] * first['world_size']
-                new.append(row)
-        for row in new:
-            row.setdefault('batch_size', size or 0)
-        if not args.child:
-            show(new)
-        rows += new
-if args.child:
-    if os.environ['RANK'] == '0':
-        Path(args.child).write_text(json.dumps(rows))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    os._exit(0)     # threads of the process group may still wait
-if args.json:
-    device = torch.cuda.get_device_name() if on_gpu else 'cpu'
-    figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
+                with open(Path(folder, f'{split}.bin'), 'wb') as file:
+                    file.truncate(size)     # all zeros, which take no room on most file systems
+            except OSError as error:
+                fail(f'--data: {error.strerror} for 20 GB in {folder}: name a better place, TMPDIR=...')
+        Path(folder, 'meta.json').write_text('{"vocab_size": 64}')      # logits of 50,257 would need 2.5 GB
+        return folder
+    if all((find_folder(name) / f'{split}.bin').is_file() for split in ('train', 'val')):
+        return name
+    note(f"dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead")
+    for split in 'train', 'val':
+        np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2').tofile(Path(folder, f'{split}.bin'))
+    return folder
+
+
+def run_here(args, settings, modes, card, folder):
+    """Rows of the modes that run in this process, and of the peer, in turn."""
+    runners = []
+    for mode in modes:
+        flags = [flag for part in mode.split('+') for flag in FLAGS[part]]
+        runners.append(start(mode, train(settings + flags, folder), card))
+        if mode == 'plain' and args.peer:
+            runners.append(start('peer', peer(Path(args.peer, 'model.py'), runners[-1]), card))
+    argv, said = sys.argv, io.StringIO()        # train.py has arguments of its own
     try:
-        Path(args.json).write_text(json.dumps(figures_of_all, indent=1), encoding='utf-8')
-    except OSError as error:
-        fail(f'{args.json}: {error.strerror}')
-if args.batch_sizes:
-    best = max((r for r in rows if r['name'] == modes[0] and 'error' not in r), key=lambda r: r['tokens_per_s'],
-               default=None)
-    print(f'best: --batch_size={best["batch_size"]} --gradient_accumulation_steps={args.samples // best["batch_size"]}'
-          if best else 'best: none, all ran out of memory')
+        with redirect_stdout(said):
+            return contest(runners, args.steps, args.profile)
+    except SystemExit as end:
+        sys.argv = argv
+        if end.code == 1:       # a step that was not finite: train.py says so on standard output
+            note(said.getvalue().splitlines()[-1])
+        raise
+    finally:
+        sys.argv = argv
+
+
+def run_by_torchrun(args, settings, mode, folder):
+    """The row of a mode of several processes, which run this script as torchrun's children."""
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={args.nproc}',
+               __file__, f'--child={folder}/rows.json', f'--modes={mode}', f'--steps={args.steps}', *settings]
+    if args.profile:
+        command.append(f'--profile={args.profile}')
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors='replace')
+    if ended.returncode:
+        lines = [line for line in ended.stderr.splitlines() if line.startswith(('train.py: ', 'bench.py: '))]
+        if lines:
+            fail(lines[0].removeprefix('bench.py: '))
+        print(ended.stderr[-3000:], file=sys.stderr)
+        fail(f'{mode} failed, as its processes say above', code=1)
+    row, = json.loads(Path(folder, 'rows.json').read_text())
+    return row
+
+
+def compare(args, settings, modes, size, card, folder):
+    """Rows of all modes at one micro-batch, None for that of the settings."""
+    if size is not None:
+        settings = [*settings, f'--batch_size={size}', f'--gradient_accumulation_steps={args.samples // size}']
+    here = [mode for mode in modes if mode.startswith('plain') or args.child]
+    rows = run_here(args, settings, here, card, folder) if here else []
+    for mode in modes:
+        if mode in here:
+            continue
+        row = run_by_torchrun(args, settings, mode, folder)
+        first = rows[0] if rows else row
+        if 'error' not in first and 'error' not in row:
+            row['ratio'] = row['tokens_per_s'] / row['world_size'] / first['tokens_per_s'] * first['world_size']
+        rows.append(row)
+    for row in rows:
+        row.setdefault('batch_size', size or 0)
+    return rows
+
+
+def main():
+    args, settings, modes, sizes = parse()
+    config = read_config(settings)
+    card = None
+    if torch.cuda.is_available() and not config['device'].startswith(('cpu', 'mps')):
+        card = config['device'] if ':' in config['device'] else f'cuda:{os.environ.get("LOCAL_RANK", 0)}'
+        torch.cuda.set_device(card)
+    if args.profile:
+        with torch.profiler.profile():      # it wants the main thread for its first start
+            pass
+    register_optimizer_step_pre_hook(before_update)
+    register_optimizer_step_post_hook(after_update)
+    signal.signal = lambda *_: None     # train.py sets handlers, which a thread may not; Ctrl-C ends this anyway
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        if not any(setting.startswith('--dataset=') for setting in settings):
+            settings = [*settings, f'--dataset={make_data(args, config, folder)}']
+        if args.data:
+            rows = load(settings, folder, card)
+            show_loader(rows)
+        else:
+            for size in sizes:
+                of_size = compare(args, settings, modes, size, card, folder)
+                if not args.child:
+                    show(of_size)
+                rows += of_size
+    if args.child:
+        if os.environ['RANK'] == '0':
+            Path(args.child).write_text(json.dumps(rows))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os._exit(0)     # threads of the process group may still wait
+    if args.json:
+        device = torch.cuda.get_device_name() if card else 'cpu'
+        figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
+        write_result(args.json, json.dumps(figures_of_all, indent=1).encode())
+    if args.batch_sizes:
+        done = [row for row in rows if row['name'] == modes[0] and 'error' not in row]
+        if not done:
+            print('best: none, all ran out of memory')
+            return
+        best = max(done, key=lambda row: row['tokens_per_s'])['batch_size']
+        print(f'best: --batch_size={best} --gradient_accumulation_steps={args.samples // best}')
+
+
+if __name__ == '__main__':
+    with printing():
+        main()

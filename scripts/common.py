@@ -1,20 +1,37 @@
-"""What the scripts share: printing that never ends in a traceback, and files that appear whole."""
+"""What the commands share: notes and errors of one line, arguments, and pictures."""
+import argparse
 import io
+import math
 import os
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
-from safetensors import SafetensorError
+from configurator import fail
+from data.bins import find_folder, load_meta, write_file
+from data.corpus import get_tokenizer
 
-from checkpoint import why
+
+def note(message):
+    """One line on stderr, since standard output is for results."""
+    print(f'{os.path.basename(sys.argv[0])}: {message}', file=sys.stderr)
+
+
+def one_line_parser(doc, usage):
+    """An argparse parser whose errors are one line; `usage` is what follows the script's name."""
+    parser = argparse.ArgumentParser(description=doc, usage=f'%(prog)s {usage}', allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: fail(f'{message}; usage: {parser.prog} {usage}')
+    return parser
 
 
 @contextmanager
 def printing():
-    """Around all that prints: characters that stdout cannot encode come out as escapes, as on stderr. Where its reader
-    has gone, as in `... | head -1`, the script ends quietly, after any other OSError with one line; exit code 1."""
-    plain = isinstance(sys.stdout, io.TextIOWrapper)  # not a notebook's
-    if plain:
+    """Around all that a command does. A ValueError or an OSError ends it with one line and exit code 1. Characters that
+    stdout cannot encode come out as escapes. Where its reader has gone, as in `... | head -1`, the command ends quietly
+    with exit code 1."""
+    is_file = isinstance(sys.stdout, io.TextIOWrapper)  # and not a notebook's cell
+    if is_file:
         sys.stdout.reconfigure(errors='backslashreplace')
     try:
         try:
@@ -22,35 +39,82 @@ def printing():
         finally:
             print(end='', flush=True)
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            print(' '.join(f'{os.path.basename(sys.argv[0])}: {error}'.split()), file=sys.stderr)
-        if plain:  # Python flushes once more at its end
+        if is_file:  # Python flushes it once more at its end, which must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        fail(f'{error.filename}: {error.strerror}' if error.filename else error, code=1)
+    except ValueError as error:
+        fail(error, code=1)
 
 
-def obstacle(path, new):
-    """Why no file can be put at `path`, one line, or None; if it is to be new, an existing one is in the way too."""
+def must_be_writable(path, new=False):
+    """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if os.path.isdir(path) or new and os.path.exists(path):
-        return f'{path}: exists; choose another FILE or move it away'
+        fail(f'{path}: exists; choose another FILE or move it away')
     try:
-        open(f'{path}.{os.getpid()}.tmp', 'wb').close()
-        os.remove(f'{path}.{os.getpid()}.tmp')
+        open(f'{path}.tmp', 'wb').close()
+        os.remove(f'{path}.tmp')
     except OSError as error:
-        return f'{path}: cannot be written: {error.strerror}'
+        fail(f'{path}: cannot be written: {error.strerror}')
 
 
-def replace_file(path, write):
-    """write(temporary path), then give it its name: the file appears whole or not at all. ValueError if it cannot."""
-    temporary = f'{path}.{os.getpid()}.tmp'
+def write_result(path, data):
+    """data.bins.write_file, whose errors name the file: ValueError (one line)."""
     try:
-        write(temporary)
-        with open(temporary, 'rb+') as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-    print(f'wrote {path}')
+        write_file(path, data)
+    except OSError as error:
+        raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
+
+
+def find_tokenizer(source, checkpoint):
+    """The tokenizer of a checkpoint, the dict of checkpoint.read_checkpoint(source). One that does not name it, as
+    nanoGPT's, has that of the dataset it was trained on, or else GPT-2's. ValueError (one line) if none fits its ids;
+    OSError if GPT-2's cannot be had."""
+    ids, meta, dataset = checkpoint['model_args']['vocab_size'], checkpoint['meta'], checkpoint['config'].get('dataset')
+    whose = 'its tokenizer'
+    if not meta and dataset:
+        meta, whose = load_meta(find_folder(dataset)), f'the tokens in {find_folder(dataset)}'
+    spec = (meta or {}).get('tokenizer')
+    if spec is None:
+        if ids not in (50257, 50304):
+            told = f'nor does its dataset, {dataset}: is that missing here?' if dataset else 'only its ckpt.pt could'
+            raise ValueError(f'{source} has {ids} token ids and does not say what text they mean; {told}')
+        spec = 'gpt2'
+    tokenizer = get_tokenizer(spec)
+    if ids not in (tokenizer.vocab_size, math.ceil(tokenizer.vocab_size / 64) * 64):    # padded, for a GPU's sake
+        raise ValueError(f'{source} has {ids} token ids and {whose} {tokenizer.vocab_size}: not made for each other')
+    return tokenizer
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+def load_pyplot(path, required=True):
+    """matplotlib.pyplot, to draw a picture into the file `path`, with or without a display. Where matplotlib is
+    missing, a command ends with one line; or goes on, with None and a note, if the picture is not required."""
+    try:
+        import matplotlib
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        if required:
+            fail('plots need matplotlib: pip install matplotlib', code=1)
+        note('no picture: it needs matplotlib (pip install matplotlib)')
+        return None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in kinds:
+        fail(f'{path}: the name must end in one of {", ".join(kinds)}')
+    matplotlib.use('Agg')
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
+def literal(name):
+    """`name` as matplotlib shows it unchanged: in a label $ begins a formula, and one that begins with _ is hidden."""
+    name = name.replace('$', r'\$')
+    return f' {name}' if name.startswith('_') else name
+
+
+def write_picture(figure, path):
+    """Write a matplotlib figure to the file `path`, which appears whole, in the form that the name's end says."""
+    kind = Path(path).suffix[1:].lower()
+    write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))

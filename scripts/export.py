@@ -2,46 +2,35 @@
 
 python scripts/export.py SRC DST --to=full       DST/ckpt.pt, or DST itself if it ends in .pt
 python scripts/export.py SRC DST --to=sharded    DST/ckpt_dcp/step_N
-python scripts/export.py SRC DST --to=hf         DST/model.safetensors and DST/config.json, for from_pretrained
+python scripts/export.py SRC DST --to=hf         DST/model.safetensors, DST/config.json and the tokenizer's files
 
-SRC: an out_dir (its newest checkpoint), a .pt file (also nanoGPT's), a ckpt_dcp/step_N or a Hugging Face folder.
-Nothing that exists is overwritten. From the Hugging Face form comes a checkpoint of step 0 without optimizer state;
-sharded, it has the zeros that AdamW starts from.
-To it, rows of the embedding that only pad the vocabulary are left out where the checkpoint knows the vocabulary's size,
-so that the model fits its tokenizer; a model without biases gets zeros for them, which compute the same.
+SRC: an out_dir (its newest checkpoint), a .pt file (its best.pt, or nanoGPT's), a ckpt_dcp/step_N or a folder in
+Hugging Face form. Nothing that exists is overwritten. From the Hugging Face form comes a checkpoint of step 0 without
+optimizer state; sharded, it has the zeros that AdamW starts from.
+
+The Hugging Face form is for transformers' from_pretrained and pipeline, and for tools that read it as they do. Rows of
+the embedding that only pad the vocabulary are left out; dropout is 0. The tokenizer's files are there for GPT-2's
+tokens, characters and bytes; an alphabet without an end of text has none there either. A model without biases gets
+zeros for them, which compute the same, though such tools count and would train them; train.py, sample.py and this
+script read the folder as the model without biases again.
 """
 import json
 import os
 import shutil
 import sys
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import TRANSPOSED, read_checkpoint, why  # noqa: E402
-from scripts.common import printing  # noqa: E402
-
-USAGE = 'usage: python scripts/export.py SRC DST --to=full|sharded|hf (--help tells more)'
-
-
-def write_full(ckpt, path):
-    """One file, which appears whole or not at all."""
-    temporary = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(temporary, 'wb') as file:
-            torch.save(ckpt, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from checkpoint import TRANSPOSED, newest_checkpoint, read_checkpoint, why
+from data.bins import write_file
+from data.corpus import EOT, tiktoken_files
+from scripts.common import find_tokenizer, note, one_line_parser, printing
 
 
 def write_sharded(ckpt, folder):
@@ -52,16 +41,19 @@ def write_sharded(ckpt, folder):
     state = ckpt['optimizer'].get('state') or {  # AdamW before its first step
         name: {'step': torch.tensor(0.0), 'exp_avg': torch.zeros_like(w), 'exp_avg_sq': torch.zeros_like(w)}
         for name, w in weights.items()}
-    write_synced(os.path.join(folder, 'state.json'), json.dumps(rest).encode())
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'torch.distributed is', UserWarning)  # one process is what we mean
-        dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
+    write_file(Path(folder, 'state.json'), json.dumps(rest).encode())
+    dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
 
 
-def write_hf(ckpt, folder):
-    """GPT-2 as transformers keeps it: Linear weights (in, out), all biases, config.json."""
+def write_hf(ckpt, folder, tokenizer):
+    """GPT-2 as transformers keeps it: Linear weights (in, out), all biases, config.json, the tokenizer's files. What
+    this form cannot say, checkpoint.load_hf finds under the key "flatgpt" of config.json."""
     args, meta, weights = ckpt['model_args'], ckpt['meta'] or {}, dict(ckpt['model'])
-    vocab_size = min(args['vocab_size'], meta.get('vocab_size') or args['vocab_size'])
+    record, vocab_size, eot = {'bias': args['bias']}, meta.get('vocab_size') or args['vocab_size'], meta.get('eot')
+    if tokenizer:
+        vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
+        record['meta'] = {'vocab_size': vocab_size, 'tokenizer': tokenizer.spec, 'eot': eot}
+    vocab_size = min(vocab_size, args['vocab_size'])
     weights['transformer.wte.weight'] = weights['transformer.wte.weight'][:vocab_size]
     del weights['lm_head.weight']  # tied there too
     if not args['bias']:
@@ -72,26 +64,58 @@ def write_hf(ckpt, folder):
         'architectures': ['GPT2LMHeadModel'], 'model_type': 'gpt2', 'vocab_size': vocab_size,
         'n_positions': args['block_size'], 'n_embd': args['n_embd'], 'n_layer': args['n_layer'],
         'n_head': args['n_head'], 'activation_function': {'tanh': 'gelu_new', 'none': 'gelu'}[args['gelu']],
-        'layer_norm_epsilon': 1e-5, **dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), args['dropout']),
-        'tie_word_embeddings': True, 'bos_token_id': meta.get('eot'), 'eos_token_id': meta.get('eot')}
-    save_file(weights, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
-    write_synced(os.path.join(folder, 'config.json'), json.dumps(config, indent=2).encode())
+        'layer_norm_epsilon': 1e-5, 'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0,
+        'tie_word_embeddings': True, 'bos_token_id': eot, 'eos_token_id': eot, 'flatgpt': record}
+    for name, content in hf_tokenizer(tokenizer, args['block_size']).items():
+        write_file(Path(folder, name), content)
+    write_file(Path(folder, 'model.safetensors'), to_safetensors(weights, {'format': 'pt'}))
+    write_file(Path(folder, 'config.json'), json.dumps(config, indent=2).encode())
 
 
-def write_synced(path, data):
-    with open(path, 'wb') as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def hf_tokenizer(tokenizer, block_size):
+    """{name: bytes} of the files from which transformers builds this tokenizer; {} and a note if that is not known."""
+    spec = tokenizer.spec if tokenizer else None
+    config = {'model_max_length': block_size, 'add_prefix_space': False, 'clean_up_tokenization_spaces': False}
+    special = []
+    if tokenizer and tokenizer.eot is not None:
+        config.update(bos_token=EOT, eos_token=EOT)
+        special = [{'id': tokenizer.eot, 'content': EOT, 'single_word': False, 'lstrip': False, 'rstrip': False,
+                    'normalized': False, 'special': True}]
+    if spec in ('gpt2', 'r50k_base'):
+        config.update(tokenizer_class='GPT2Tokenizer', unk_token=EOT)
+        folder = tiktoken_files('gpt2')     # under the sha1 of their addresses
+        return {'vocab.json': (folder / '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6').read_bytes(),
+                'merges.txt': (folder / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee').read_bytes(),
+                'tokenizer_config.json': json.dumps(config, indent=2).encode()}
+    if isinstance(spec, dict):      # characters; one that is not in the table is an error there too
+        each_character = {'type': 'Split', 'pattern': {'Regex': r'[\s\S]'}, 'behavior': 'Isolated', 'invert': False}
+        decoder = {'type': 'Fuse'}
+        vocabulary = {'type': 'WordLevel', 'vocab': {c: i for i, c in enumerate(spec['itos'])}, 'unk_token': '<unk>'}
+    elif spec == 'byte':            # as GPT-2 writes bytes: the printable ones as themselves, the others from 256 on
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        each_character = decoder = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': False,
+                                    'use_regex': False}
+        vocabulary = {'type': 'BPE', 'vocab': letters, 'merges': []}
+    else:
+        if spec:
+            note(f'no files of the tokenizer {spec}: other tools have to be given it')
+        return {}
+    config.update(tokenizer_class='PreTrainedTokenizerFast')
+    whole = {'version': '1.0', 'truncation': None, 'padding': None, 'added_tokens': special, 'normalizer': None,
+             'pre_tokenizer': each_character, 'post_processor': None, 'decoder': decoder, 'model': vocabulary}
+    return {'tokenizer.json': json.dumps(whole).encode(),
+            'tokenizer_config.json': json.dumps(config, indent=2).encode()}
 
 
-def write_folder(ckpt, folder, write):
-    """write(ckpt, temporary folder), which then takes its name: it appears complete or not at all."""
+def write_folder(folder, write):
+    """write(temporary folder), which then takes its name: it appears complete or not at all."""
     parent, name = os.path.split(os.path.abspath(folder))
     temporary = os.path.join(parent, f'.{name}.{os.getpid()}.tmp')
     os.makedirs(temporary)
     try:
-        write(ckpt, temporary)
+        write(temporary)
         if os.path.isdir(folder):
             os.rmdir(folder)  # empty, as checked
         os.rename(temporary, folder)
@@ -100,42 +124,58 @@ def write_folder(ckpt, folder, write):
 
 
 def export(src, dst, to):
-    """Write the checkpoint at `src` to `dst` in the form `to`; returns the path. ValueError (one line) if it cannot."""
-    ckpt = read_checkpoint(src)
+    """Write the checkpoint at `src` to `dst` in the form `to`; returns a line that tells what was written from what.
+    ValueError (one line) if it cannot."""
+    source = newest_checkpoint(src) or src
+    ckpt = read_checkpoint(source)
     if to == 'full':
         path = dst if dst.endswith('.pt') else os.path.join(dst, 'ckpt.pt')
+    elif to == 'sharded':
+        path = os.path.join(dst, 'ckpt_dcp', f'step_{ckpt["iter_num"]}')
     else:
-        path = os.path.join(dst, 'ckpt_dcp', f'step_{ckpt["iter_num"]}') if to == 'sharded' else dst
+        path = dst
     if os.path.isfile(path) or os.path.isdir(path) and os.listdir(path):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
+    told = f'wrote {path} from {source}, step {ckpt["iter_num"]}'
+    tokenizer, problem = None, None
+    if to == 'hf':
+        try:
+            tokenizer = find_tokenizer(source, ckpt)
+        except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: no home directory
+            problem = f'no tokenizer: {error}'
+        if not ckpt['model_args']['bias']:
+            told += '; it has no biases: other tools count the zeros in their place as parameters'
     missing = [folder for folder in Path(path).absolute().parents if not os.path.exists(folder)]  # the innermost first
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if to == 'full':
-            write_full(ckpt, path)
+            write_file(path, lambda file: torch.save(ckpt, file))
+        elif to == 'sharded':
+            write_folder(path, lambda folder: write_sharded(ckpt, folder))
         else:
-            write_folder(ckpt, path, write_sharded if to == 'sharded' else write_hf)
-    except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
+            write_folder(path, lambda folder: write_hf(ckpt, folder, tokenizer))
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise ValueError(f'{path}: cannot be written: {why(error)}') from None
     finally:
         for folder in missing:
             with suppress(OSError):  # not empty: nothing has failed
                 os.rmdir(folder)
-    return path
+    if problem:
+        note(problem)
+    return told
+
+
+def main():
+    parser = one_line_parser(__doc__, 'SRC DST --to=full|sharded|hf')
+    parser.add_argument('src', metavar='SRC')
+    parser.add_argument('dst', metavar='DST')
+    parser.add_argument('--to', choices=('full', 'sharded', 'hf'), required=True)
+    args = parser.parse_args()
+    if not args.src or not args.dst:
+        parser.error('SRC or DST is empty')
+    print(export(args.src, args.dst, args.to))
 
 
 if __name__ == '__main__':
-    if '-h' in sys.argv or '--help' in sys.argv:
-        print(__doc__.strip())
-        sys.exit(0)
-    paths = [arg for arg in sys.argv[1:] if not arg.startswith('-')]
-    options = [arg for arg in sys.argv[1:] if arg.startswith('-')]
-    if len(list(filter(None, paths))) != 2 or options not in (['--to=full'], ['--to=sharded'], ['--to=hf']):
-        print(f'export.py: not understood: {" ".join(sys.argv[1:]) or "no arguments"}; {USAGE}', file=sys.stderr)
-        sys.exit(2)
-    try:
-        with printing():
-            print(f'wrote {export(*paths, options[0][5:])}')
-    except ValueError as error:
-        print(' '.join(f'export.py: {error}'.split()), file=sys.stderr)
-        sys.exit(1)
+    with printing():
+        main()

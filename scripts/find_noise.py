@@ -9,7 +9,6 @@ in FOLDER/run, its data in FOLDER/data. About a minute on two CPU cores. FILE: a
 Shakespeare. Other --name=value go to train.py.
 """
 import hashlib
-import io
 import json
 import subprocess
 import sys
@@ -18,23 +17,19 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from data.bins import load_meta, write_file
-from scripts.common import printing
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.bins import load_meta
+from scripts.common import fail, load_pyplot, one_line_parser, printing, write_picture, write_result
 from scripts.data_value import by_window, read_ghost
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK, WINDOWS, STEPS, SEED = 128, 500, 500, 0
 SETTINGS = dict(device='cpu', compile=False, use_ghost=True, ghost_val_batch_size=32, ghost_save_interval=50,
                 data_order='epoch',     # windows begin at multiples of block_size: each is all text or all noise
                 n_layer=1, n_head=2, n_embd=64, block_size=BLOCK, batch_size=8, gradient_accumulation_steps=1,
                 learning_rate=2e-3, min_lr=1e-4, warmup_iters=100, max_iters=STEPS, lr_decay_iters=STEPS, beta2=0.99,
                 eval_interval=STEPS, eval_iters=5, log_interval=50)
-
-
-def fail(message, code=1):
-    print(f'find_noise.py: {message}', file=sys.stderr)
-    sys.exit(code)
 
 
 def add_noise(source, folder):
@@ -45,7 +40,7 @@ def add_noise(source, folder):
     tokens, val = (np.fromfile(source / f'{split}.bin', meta['dtype']).astype(int) for split in ('train', 'val'))
     windows = min(WINDOWS, (len(tokens) - 1) // BLOCK)
     if windows < 50 or len(val) <= BLOCK:
-        fail(f'{len(tokens):,} and {len(val):,} characters for training and validation are too few', 2)
+        fail(f'{len(tokens):,} and {len(val):,} characters for training and validation are too few')
     tokens = tokens[:windows * BLOCK + 1]       # one more: the target of the last input
     generator = np.random.default_rng(SEED)
     noise = generator.permutation(windows) < windows // 5
@@ -54,8 +49,8 @@ def add_noise(source, folder):
     for split, ids in (('train', tokens), ('val', val)):
         content = ids.astype(meta['dtype']).tobytes()
         meta['splits'][split] = {'tokens': len(ids), 'sha256': hashlib.sha256(content).hexdigest()}
-        write_file(folder / f'{split}.bin', content)
-    write_file(folder / 'meta.json', json.dumps(meta).encode())
+        write_result(folder / f'{split}.bin', content)
+    write_result(folder / 'meta.json', json.dumps(meta).encode())
     return noise
 
 
@@ -67,13 +62,11 @@ def auc(better, worse):
     return (ranks[:n].sum() - n * (n + 1) / 2) / (n * m)
 
 
-def draw(path, value, noise, steps, auc_at, final):
-    try:
-        import matplotlib
-    except ImportError:
-        return print('find_noise.py: no picture: it needs matplotlib (pip install matplotlib)', file=sys.stderr)
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
+def draw(path, value, noise, steps, auc_at_step, final):
+    """Two panels: how the values of text and of noise are spread; the AUC up to each step."""
+    plt = load_pyplot(path, required=False)
+    if plt is None:
+        return
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout='constrained')
     bins = np.linspace(value.min(), value.max(), 60)
     left.ticklabel_format(axis='x', style='sci', scilimits=(0, 0))
@@ -82,58 +75,14 @@ def draw(path, value, noise, steps, auc_at, final):
     left.set(title=f'values after {steps[-1]} steps: AUC {final:.4f}', xlabel='value (nats/token)', ylabel='windows')
     left.margins(y=0.35)    # room for the legend
     left.legend()
-    right.plot(steps, auc_at)
+    right.plot(steps, auc_at_step)
     right.axhline(0.5, color='gray', linestyle=':', label='guessing')
     right.set(title='AUC of the values summed up to a step', xlabel='step', ylim=(0.45, 1.02))
     right.legend()
     for ax in (left, right):
         ax.grid(alpha=0.3)
-    picture = io.BytesIO()
-    figure.savefig(picture, format='png', dpi=110)
-    write_file(path, picture.getvalue())
+    write_picture(figure, path)
     print(f'wrote {path}')
-
-
-def main():
-    if sys.argv[1:] in (['-h'], ['--help']):
-        print(__doc__.strip())
-        sys.exit(0)
-    bad = [arg for arg in sys.argv[1:] if not arg.startswith('--') or '=' not in arg]
-    if bad:
-        fail(f'{bad[0]}: usage: find_noise.py [--input=FILE] [--out=FOLDER] [--name=value ...]', 2)
-    options = dict(arg[2:].split('=', 1) for arg in sys.argv[1:])
-    out, text = Path(options.pop('out', 'out-find-noise')), options.pop('input', None)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        fail(f'--out={out}: is there already; choose another or delete it', 2)
-    fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost'} & set(options)
-    if fixed:
-        fail(f'--{min(fixed)}: the experiment sets it itself', 2)
-
-    with tempfile.TemporaryDirectory() as folder:
-        prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', f'--out_dir={folder}']
-        run(prepare + [f'--input={text}'] * (text is not None), quiet=True)
-        noise = add_noise(Path(folder), out / 'data')
-    settings = SETTINGS | options | dict(dataset=(out / 'data').resolve(), out_dir=out / 'run')
-    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())])
-
-    try:
-        rows = read_ghost(out / 'run')
-    except ValueError as error:
-        fail(error)
-    if len(rows['iter']) < 10:
-        fail(f'{len(rows["iter"])} scored steps are too few: --max_iters=500', 2)
-    offset, value, _, _ = by_window(rows)
-    steps, auc_at = np.arange(10, len(rows['iter']) + 1, 10), []
-    for step in steps:
-        seen, so_far, _, _ = by_window({name: array[:step] for name, array in rows.items()})
-        bad = noise[seen // BLOCK]
-        auc_at.append(auc(so_far[~bad], so_far[bad]))
-    bad = noise[offset // BLOCK]
-    final = auc(value[~bad], value[bad])
-    draw(out / 'find_noise.png', value, bad, steps, auc_at, final)
-    lowest = np.argsort(value, kind='stable')[:bad.sum()]
-    print(f'{bad.sum()} of {len(bad)} windows are noise; {bad[lowest].sum()} of the {bad.sum()} of lowest value are')
-    print(f'AUC {final:.4f}')
 
 
 def run(command, quiet=False):
@@ -141,6 +90,54 @@ def run(command, quiet=False):
     done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL if quiet else None)
     if done.returncode:
         sys.exit(done.returncode)
+
+
+def train(out, text, options):
+    """Prepare the data with noise in it and train on them; returns bool (windows,): which are noise."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', f'--out_dir={folder}']
+        if text is not None:
+            prepare.append(f'--input={text}')
+        run(prepare, quiet=True)
+        noise = add_noise(Path(folder), out / 'data')
+    settings = SETTINGS | options | dict(dataset=(out / 'data').resolve(), out_dir=out / 'run')
+    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())])
+    return noise
+
+
+def main():
+    parser = one_line_parser(__doc__, '[--input=FILE] [--out=FOLDER] [--name=value ...]')
+    parser.add_argument('--input', metavar='FILE')
+    parser.add_argument('--out', metavar='FOLDER', default='out-find-noise', type=Path)
+    args, settings = parser.parse_known_args()
+    bad = [setting for setting in settings if not setting.startswith('--') or '=' not in setting]
+    if bad:
+        parser.error(bad[0])
+    options = dict(setting[2:].split('=', 1) for setting in settings)
+    fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost'} & set(options)
+    if fixed:
+        fail(f'--{min(fixed)}: the experiment sets it itself')
+    out = args.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        fail(f'--out={out}: is there already; choose another or delete it')
+
+    noise = train(out, args.input, options)
+    steps, samples = read_ghost(out / 'run')
+    scored = len(steps['iter'])
+    if scored < 10:
+        fail(f'{scored} scored steps are too few: --max_iters=500')
+    counts, auc_at_step = np.arange(10, scored + 1, 10), []
+    for count in counts:
+        offset, value, _, _ = by_window({name: array[samples['step'] < count] for name, array in samples.items()})
+        bad = noise[offset // BLOCK]
+        auc_at_step.append(auc(value[~bad], value[bad]))
+    offset, value, _, _ = by_window(samples)
+    bad = noise[offset // BLOCK]
+    final = auc(value[~bad], value[bad])
+    draw(out / 'find_noise.png', value, bad, counts, auc_at_step, final)
+    lowest = np.argsort(value, kind='stable')[:bad.sum()]
+    print(f'{bad.sum()} of {len(bad)} windows are noise; {bad[lowest].sum()} of the {bad.sum()} of lowest value are')
+    print(f'AUC {final:.4f}')
 
 
 if __name__ == '__main__':

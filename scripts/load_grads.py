@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as to_safetensors
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import find_keys, get_checkpoint_metadata, load_keys  # noqa: E402, F401
-from scripts.common import obstacle, printing, replace_file  # noqa: E402
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from checkpoint import find_keys, get_checkpoint_metadata, load_keys  # noqa: F401
+from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 
 COMMANDS = {'list': (1, 1), 'norms': (1, 1), 'compare': (2, 2), 'follow': (2, 99), 'export': (2, 999), 'plot': (2, 2)}
 
@@ -47,39 +48,65 @@ def cosine(a, b):
 
 def plot(run, path):
     """Norm of each layer's gradient over the steps; a layer is a block h.N, or what lies outside the blocks."""
-    kind, layers = os.path.splitext(path)[1][1:].lower(), {}
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError('plots need matplotlib: pip install matplotlib') from None
-    matplotlib.use('Agg')  # draws into a file, with or without a display
-    import matplotlib.pyplot as plt
-    figure, ax = plt.subplots(figsize=(10, 6), layout='constrained')
-    if kind not in figure.canvas.get_supported_filetypes():
-        raise ValueError(f'{path}: the name must end in one of {", ".join(figure.canvas.get_supported_filetypes())}')
-    steps = find_steps(run)
-    for step, folder in steps.items():
+    plt, layers = load_pyplot(path), {}  # {layer: {step: sum of squares}}
+    for step, folder in find_steps(run).items():
         for name, gradient in load_keys(folder):
-            layer = re.sub(r'^transformer\.', '', name)
-            layer = re.match(r'h\.\d+|[^.]+', layer)[0]
+            layer = re.match(r'h\.\d+|[^.]*', name.removeprefix('transformer.'))[0]
             squares = layers.setdefault(layer, {})
             squares[step] = squares.get(step, 0) + norm(gradient) ** 2
+    figure, ax = plt.subplots(figsize=(10, 6), layout='constrained')
     blocks = [layer for layer in layers if layer.startswith('h.')]
-    for layer, squares in layers.items():  # blocks by a colour scale of depth, the others dashed
-        style = {'color': plt.cm.viridis(blocks.index(layer) / len(blocks))} if layer in blocks else {'linestyle': '--'}
-        ax.plot(list(squares), [math.sqrt(s) for s in squares.values()], marker='.', label=layer, **style)
+    for layer, squares in layers.items():
+        if layer in blocks:  # coloured by depth
+            style = {'color': plt.cm.viridis(blocks.index(layer) / len(blocks))}
+        else:
+            style = {'linestyle': '--'}
+        norms = [math.sqrt(s) for s in squares.values()]
+        ax.plot(list(squares), norms, marker='.', label=literal(layer), **style)
     ax.set(xlabel='step', ylabel='gradient norm', title='gradient norm by layer')
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_yscale('log', nonpositive='mask')
     ax.legend(ncols=1 + len(layers) // 20, fontsize='small')
     ax.grid(alpha=0.3)
-    replace_file(path, lambda temporary: figure.savefig(temporary, format=kind, dpi=120))
+    write_picture(figure, path)
+
+
+def compare(first_dir, second_dir):
+    """Print the cosine and the norm ratio of each parameter that two dumps have in common."""
+    (_, first), (_, second) = find_keys(first_dir), find_keys(second_dir)
+    names = [name for name in first if name in second]
+    if not names:
+        raise ValueError(f'{first_dir} and {second_dir} have no parameter in common')
+    for name in names:
+        a, b = tuple(first[name].size), tuple(second[name].size)
+        if a != b:
+            raise ValueError(f'{name}: shapes {a} and {b} cannot be compared')
+    print('  cosine  norm ratio  parameter (norm of the second / norm of the first)')
+    for (name, a), (_, b) in zip(load_keys(first_dir, names), load_keys(second_dir, names)):
+        print(f'{cosine(a, b):+.5f}  {norm(b) / (norm(a) or math.nan):10.5g}  {name}')
+
+
+def follow(run, names):
+    """Print these parameters' norms in every step, and their cosines with the step before."""
+    steps = find_steps(run)
+    for folder in steps.values():
+        find_keys(folder, names)  # a wrong name is told before anything is printed
+    for name in names:
+        print(f'{name}\n    step          norm  cosine with the step before')
+        before = None
+        for step, folder in steps.items():
+            (_, gradient), = load_keys(folder, [name])
+            line = f'{step:8}  {norm(gradient):12.6e}'
+            if before is not None and before.shape == gradient.shape:
+                line += f'  {cosine(before, gradient):+.5f}'
+            print(line)
+            before = gradient
 
 
 def run(command, args):
     """Carry out one command of the module's docstring; ValueError with one line where it cannot be done."""
     if command == 'list':
-        tensors = find_keys(args[0])[2]
+        _, tensors = find_keys(args[0])
         width = max(map(len, tensors))
         for name, info in tensors.items():
             print(f'{name:{width}}  {tuple(info.size)!s:16} {str(info.properties.dtype).removeprefix("torch.")}')
@@ -90,53 +117,33 @@ def run(command, args):
             print(f'{value:12.6e}  {name}')
         print(f'{math.hypot(*norms.values()):12.6e}  all')
     elif command == 'compare':
-        first, second = (find_keys(step)[2] for step in args)
-        names = [name for name in first if name in second]
-        if not names:
-            raise ValueError(f'{args[0]} and {args[1]} have no parameter in common')
-        for name in names:
-            if (a := tuple(first[name].size)) != (b := tuple(second[name].size)):
-                raise ValueError(f'{name}: shapes {a} and {b} cannot be compared')
-        print('  cosine  norm ratio  parameter (norm of the second / norm of the first)')
-        for (name, a), (_, b) in zip(load_keys(args[0], names), load_keys(args[1], names)):
-            print(f'{cosine(a, b):+.5f}  {norm(b) / (norm(a) or math.nan):10.5g}  {name}')
+        compare(*args)
     elif command == 'follow':
-        steps = find_steps(args[0])
-        for folder in steps.values():
-            find_keys(folder, args[1:])  # a wrong name is told before anything is printed
-        for name in args[1:]:
-            print(f'{name}\n    step          norm  cosine with the step before')
-            before = None
-            for step, folder in steps.items():
-                (_, gradient), = load_keys(folder, [name])
-                beside = '' if before is None or before.shape != gradient.shape else f'{cosine(before, gradient):+.5f}'
-                print(f'{step:8}  {norm(gradient):12.6e}  {beside}'.rstrip())
-                before = gradient
+        follow(args[0], args[1:])
     elif command == 'export':
-        tensors = dict(load_keys(args[0], args[2:] or None))
-        replace_file(args[1], lambda temporary: save_file(tensors, temporary))
+        write_result(args[1], to_safetensors(dict(load_keys(args[0], args[2:] or None))))
+        print(f'wrote {args[1]}')
     else:
         plot(*args)
+        print(f'wrote {args[1]}')
 
 
-if __name__ == '__main__':
+def main():
     command, *args = sys.argv[1:] or ['']
     if command in ('-h', '--help'):
         print(__doc__.strip())
-        sys.exit(0)
-    least, most = COMMANDS.get(command, (1, 0))
-    problem = None
+        return
+    if command not in COMMANDS:
+        fail(f'unknown command {command!r}; commands: {", ".join(COMMANDS)} (--help shows their arguments)')
+    least, most = COMMANDS[command]
     if not least <= len(args) <= most:
-        problem = f'{"wrong number of arguments for" if command in COMMANDS else "unknown command"} {command!r}; ' \
-                  f'commands: {", ".join(COMMANDS)} (--help shows their arguments)'
-    elif command in ('export', 'plot'):
-        problem = obstacle(args[1], new=command == 'export')
-    if problem:
-        print(f'load_grads.py: {problem}', file=sys.stderr)
-        sys.exit(2)
-    try:
-        with printing():
-            run(command, args)
-    except ValueError as error:
-        print(' '.join(f'load_grads.py: {error}'.split()), file=sys.stderr)
-        sys.exit(1)
+        fail(f'wrong number of arguments for {command!r}; commands: {", ".join(COMMANDS)} '
+             '(--help shows their arguments)')
+    if command in ('export', 'plot'):
+        must_be_writable(args[1], new=command == 'export')
+    run(command, args)
+
+
+if __name__ == '__main__':
+    with printing():
+        main()

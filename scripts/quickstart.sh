@@ -4,10 +4,18 @@
 set -euo pipefail
 . "$(dirname "$0")/setup.sh"
 [ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
-config=$("$PYTHON" -c 'import torch; print("train_shakespeare_char" + "_cpu" * (not torch.cuda.is_available()))')
+config=config/train_shakespeare_char.py
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    config=config/train_shakespeare_char_cpu.py
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # so small a model gains nothing from more, and loses much on a busy machine
-out=out-quickstart      # its own, so that it may be written anew each time
-for argument; do case $argument in --out_dir=*) out=${argument#*=};; esac; done
-overwrite=$([ "$out" != out-quickstart ] || echo --overwrite=True)
-"$PYTHON" train.py "config/$config.py" --out_dir="$out" $overwrite "$@"
+out=out-quickstart
+for argument; do
+    case $argument in --out_dir=*) out=${argument#*=} ;; esac
+done
+overwrite=False
+if [ "$out" = out-quickstart ]; then
+    overwrite=True      # it is this script's own, and written anew each time
+fi
+"$PYTHON" train.py "$config" --out_dir="$out" --overwrite="$overwrite" "$@"
 "$PYTHON" scripts/sample.py --out_dir="$out" --num_samples=1

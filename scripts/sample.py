@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import read_checkpoint, why
-from configurator import configure
-from data.bins import find_folder, load_meta
-from data.corpus import get_tokenizer
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from checkpoint import newest_checkpoint, read_checkpoint, why
+from configurator import configure, fail
+from data.corpus import EOT
 from model import GPT, GPTConfig
-from scripts.common import printing
+from scripts.common import find_tokenizer, note, printing
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
-out_dir = 'out'             # a run of train.py: its best.pt, or its newest checkpoint; or a .pt file
+out_dir = 'out'             # a run of train.py: its newest checkpoint; or a .pt file, such as its best.pt
 init_from = 'resume'        # 'resume': from out_dir | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' |
                             # a folder in Hugging Face form
 # ---- how -------------------------------------------------------------------------------------------------------------
-start = '\n'                # the prompt; '' begins a document; 'FILE:path' reads a file
+start = '\n'                # the prompt; '' begins a document, and <|endoftext|> ends one; 'FILE:path' reads a file
 num_samples = 10
 max_new_tokens = 500        # per sample
 temperature = 0.8           # 0 always takes the likeliest token; 1 draws as the model says
@@ -36,13 +36,7 @@ device = 'auto'             # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'              # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
 compile = False             # torch.compile, which pays for many tokens only
 # ----------------------------------------------------------------------------------------------------------------------
-configure(globals())
-
-
-def fail(message):
-    print(f'sample.py: {message}', file=sys.stderr)
-    sys.exit(2)
-
+_, given = configure(globals())
 
 for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
     if not least <= globals()[name] < 2**63:
@@ -53,39 +47,58 @@ if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
 if device.startswith('cuda') and not torch.cuda.is_available():
     fail(f'device={device}: this torch ({torch.__version__}) sees no GPU; use --device=cpu')
+try:
+    torch.empty(0, device=device)
+except (RuntimeError, AssertionError) as error:     # of an unknown name, or a device that is not there
+    fail(f'device={device}: {str(error).splitlines()[0]}')
 if dtype == 'auto':
     has_bfloat16 = device.startswith('cuda') and torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = 'bfloat16' if has_bfloat16 else 'float32'
 if dtype not in ('float32', 'bfloat16', 'float16'):
     fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
+if temperature < 1e-6:      # logits divided by so little are no numbers any more; the likeliest token takes it all
+    temperature = 0
 
-try:
-    best = Path(out_dir) / 'best.pt'
-    source = init_from if init_from != 'resume' else str(best) if best.is_file() else out_dir
-    if init_from == 'resume' and not (out_dir and Path(source).exists()):
-        raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
-    checkpoint = read_checkpoint(source)
-    dataset = checkpoint['config'].get('dataset')       # nanoGPT's checkpoints do not say more of how to decode
-    meta = checkpoint['meta'] or (load_meta(find_folder(dataset)) if dataset else {})
-    tokenizer = get_tokenizer(meta.get('tokenizer', 'gpt2'))
+
+def read_prompt(tokenizer):
+    """The token ids of `start`; an end of text that is written in it is that one token."""
+    text = start
     if start.startswith('FILE:'):
         try:
-            start = Path(start[5:]).read_text(encoding='utf-8')
+            text = Path(start[5:]).read_text(encoding='utf-8-sig')
         except (OSError, ValueError) as error:
             raise ValueError(f'start={start}: {why(error)}') from None
-    ids = tokenizer.encode(start)
-    if tokenizer.vocab_size > checkpoint['model_args']['vocab_size']:
-        raise ValueError(f'{source} has {checkpoint["model_args"]["vocab_size"]} token ids, fewer than its tokenizer: '
-                         'it was trained on other tokens and does not say which; its ckpt.pt would')
-    prompt = torch.tensor(ids, dtype=torch.long, device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: a device that is not there
-    fail(str(error).splitlines()[0])
+    documents = [text] if tokenizer.eot is None else text.split(EOT)
+    try:
+        ids = tokenizer.encode(documents[0])
+        for document in documents[1:]:
+            ids += [tokenizer.eot, *tokenizer.encode(document)]
+    except ValueError:
+        if 'start' in given:
+            raise
+        return []       # an alphabet without the line break that is the default
+    return ids
+
+
+try:
+    source = init_from
+    if init_from == 'resume':
+        if not (out_dir and Path(out_dir).exists()):
+            raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
+        source = newest_checkpoint(out_dir) or out_dir
+    checkpoint = read_checkpoint(source)
+    tokenizer = find_tokenizer(source, checkpoint)
+    ids = read_prompt(tokenizer)
+except (ValueError, OSError, RuntimeError) as error:    # RuntimeError: no home directory for what is downloaded
+    fail(error)
+note(f'from {source}, step {checkpoint["iter_num"]}')
 model = GPT(GPTConfig(**{**checkpoint['model_args'], 'dropout': 0.0})).to(device).eval()
 model.load_state_dict(checkpoint['model'])
 if compile:
     model.compile(dynamic=True)
 
+prompt = torch.tensor(ids, dtype=torch.long, device=device)
+generator = torch.Generator(device).manual_seed(seed)
 autocast = nullcontext() if dtype == 'float32' else torch.autocast(torch.device(device).type, getattr(torch, dtype))
 with printing():
     for _ in range(num_samples):

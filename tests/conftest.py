@@ -148,11 +148,12 @@ def fork_server(tmp_path_factory):
 def fork(fork_server, tiny):
     """fork(cwd, *args, rc=0, nproc=None, before='', after='', env={}, patient=False): train.py at TINY's settings
     within half a second, every warning an error. before and after: code around it, g are its globals. Returns its
-    output and .codes by rank; for rc=2 the one line of its message. A rank that fails ends the others unless patient."""
+    output and .codes by rank; for rc=2 the one line of its message. A rank that fails ends the others unless patient.
+    notes: how many lines a script that succeeds has to say on stderr."""
     server, folder = fork_server
 
     def run(cwd, *args, rc=0, nproc=None, before='', after='', env={}, patient=False, script=TRAIN, tiny_args=True,
-            warn=True, stdout=None):
+            warn=True, stdout=None, notes=0):
         for name in ('stdout', 'stderr'):
             (folder / name).unlink(missing_ok=True)
         argv = [script, *([f'--dataset={tiny}', *TINY] if tiny_args else []), *map(str, args)]
@@ -165,8 +166,9 @@ def fork(fork_server, tiny):
         codes = json.loads(server.stdout.readline())
         out, err = [(folder / n).read_text() if (folder / n).exists() else '' for n in ('stdout', 'stderr')]
         assert rc not in (2, 130, 143) or 'Traceback (most recent' not in err, err
-        assert rc != 0 or err == '' or not warn, err
-        return judged(argv, rc, codes, out, err, there, cwd, os.path.basename(script))
+        name = os.path.basename(script)
+        assert rc != 0 or not warn or [line.partition(': ')[0] for line in err.splitlines()] == [name] * notes, err
+        return judged(argv, rc, codes, out, err, there, cwd, name)
     return run
 
 
@@ -211,6 +213,25 @@ def log_of(out):
     steps, evals = [r for r in records if 'loss' in r], [r for r in records if 'val_loss' in r]
     assert len(steps) == len({r['iter'] for r in steps}) and len(evals) == len({r['iter'] for r in evals}), 'repeated'
     return {r['iter']: r for r in steps}, {r['iter']: r for r in evals}
+
+
+WORST = {}      # {(mode, what): the largest difference that the tests of this session have measured}
+
+
+def record(mode, what, difference):
+    """Note a difference of a mode from plain training, or from plain autograd, for the table at the session's end."""
+    WORST[mode, what] = max(difference, WORST.get((mode, what), 0.0))
+    return difference
+
+
+def pytest_terminal_summary(terminalreporter):
+    modes, kinds = ([*dict.fromkeys(key[i] for key in WORST)] for i in (0, 1))
+    if WORST:
+        terminalreporter.section('worst differences from plain training and plain autograd')
+        terminalreporter.line(' ' * 8 + ''.join(f'{kind:>16}' for kind in kinds))
+    for mode in modes:
+        cells = [f'{WORST[mode, kind]:.1e}' if (mode, kind) in WORST else '' for kind in kinds]
+        terminalreporter.line(f'{mode:8}' + ''.join(f'{cell:>16}' for cell in cells))
 
 
 def ckpt_of(out, name='ckpt.pt'):

@@ -101,7 +101,7 @@ import numpy as np; print([space["train_offsets"](step, np.arange(12)).tolist() 
 
 @pytest.mark.parametrize('args, words', [
     (['--modes=plain,dpp'], ['dpp', 'ddp']), (['--peer=nowhere'], ['model.py', 'nowhere']), (['--steps=0'], ['steps']),
-    (['--nproc=0'], ['nproc=0']), (['--samples=-1'], ['samples=-1']),
+    (['--steps=x'], ['--steps', "'x'"]), (['--nproc=0'], ['nproc=0']), (['--n_layr=2'], ['n_layr', 'n_layer']), (['--samples=-1'], ['samples=-1']),
     (['--modes=ghost', '--peer=.'], ['plain']), (['--batch_sizes=7'], ['480', '7']),
     (['--batch_sizes=a'], ['batch_sizes'])])
 def test_bad_arguments_end_in_one_line(fork, tmp_path, args, words):
@@ -129,8 +129,13 @@ def test_what_train_refuses_ends_in_its_line(tmp_path):
 
 
 def test_torchrun_and_batch_sizes(tmp_path):
-    run = bench(tmp_path, '--modes=plain,fsdp', '--batch_sizes=4', '--samples=8', '--steps=1', '--json=figures.json')
+    run = bench(tmp_path, '--modes=plain,fsdp', '--batch_sizes=4', '--samples=8', '--steps=1', '--json=figures.json',
+                '--profile=traces')
     rows = figures(run, tmp_path)
+    for name in 'plain_4', 'fsdp_4':
+        assert json.loads((tmp_path / 'traces' / f'{name}.json').read_text())['traceEvents']
+        assert 'aten::' in (tmp_path / 'traces' / f'{name}.txt').read_text()
+    assert len(list((tmp_path / 'traces').iterdir())) == 4
     assert [(r['name'], r['batch_size'], r['micro_batches'], r['world_size']) for r in rows] == \
         [('plain', 4, 2, 1), ('fsdp', 4, 1, 2)]
     per_process = rows[1]['tokens_per_s'] / 2

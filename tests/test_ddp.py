@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from conftest import ENV, TINY, TRAIN, ckpt_of, log_of
+from conftest import ENV, TINY, TRAIN, ckpt_of, log_of, record
 from test_train import BARE, DROPOUT, KILL, POISON, at_step, in_evaluation, nan_loss, same_run, same_weights
 
 MICRO = '--batch_size=2', '--gradient_accumulation_steps=4'     # two micro-batches on each of two ranks
@@ -23,6 +23,7 @@ def close(a, b, first=0):
     (steps, evals), (steps_b, evals_b) = log_of(a), log_of(b)
     assert steps.keys() == steps_b.keys() and evals.keys() == evals_b.keys()
     for i in steps:
+        record('ddp2', 'losses, norms', abs(steps[i]['loss'] / steps_b[i]['loss'] - 1))
         assert steps[i]['loss'] == pytest.approx(steps_b[i]['loss'], rel=2e-6) and steps[i]['lr'] == steps_b[i]['lr']
         assert steps[i]['tokens'] == steps_b[i]['tokens']
         assert steps[i]['grad_norm'] == pytest.approx(steps_b[i]['grad_norm'], rel=1e-4)
@@ -33,6 +34,7 @@ def close(a, b, first=0):
     a, b = ckpt_of(a), ckpt_of(b)
     assert a['iter_num'] == b['iter_num'] and a['model'].keys() == b['model'].keys()
     for k, v in a['model'].items():
+        record('ddp2', 'weights', (v - b['model'][k]).abs().max().item())
         assert torch.allclose(v, b['model'][k], rtol=0, atol=5e-5), k
 
 

@@ -2,6 +2,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -12,13 +13,13 @@ import zipfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import full_disk
-from safetensors.torch import load_file
+from conftest import ROOT, full_disk
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCRIPT = os.path.join(ROOT, 'scripts', 'export.py')
-sys.path[:0] = [ROOT, os.path.dirname(SCRIPT)]
+sys.path.insert(0, ROOT)
+from data.corpus import get_tokenizer  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 
 ARGS = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=64, dropout=0.0, gelu='tanh')
@@ -70,21 +71,24 @@ def logits(model, length=16):
         return ids, torch.stack([model(ids[:, :t + 1]) for t in range(length)], 1).squeeze(2)
 
 
-def export(*args, rc=0):
-    """stdout of the script, or its one line on stderr; in this process, since importing torch takes seconds."""
-    argv, out, err, code = sys.argv, io.StringIO(), io.StringIO(), 0
+def export(*args, rc=0, notes=0):
+    """stdout of the script, or its one line on stderr; in this process, since importing torch takes seconds. notes: how
+    many lines it has on stderr without failing."""
+    argv, path, out, err, code = sys.argv, sys.path[:], io.StringIO(), io.StringIO(), 0
     sys.argv = [SCRIPT, *map(str, args)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter('error')
+            warnings.filterwarnings('ignore', 'torch.distributed is disabled')      # as checkpoint.py, imported before
             runpy.run_path(SCRIPT, run_name='__main__')
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        sys.argv = argv
+        sys.argv, sys.path[:] = argv, path
     out, err = out.getvalue(), err.getvalue()
     assert code == rc, err
-    assert err.count('\n') == (rc > 0) and err.startswith('export.py: ' if rc else ''), err
+    assert err.count('\n') == (notes or rc > 0), err
+    assert all(line.startswith(('export.py: ', 'passed over')) for line in err.splitlines()), err
     return err if rc else out
 
 
@@ -99,7 +103,8 @@ def test_full_sharded_full_is_exact(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
     done = subprocess.run([sys.executable, '-W', 'error', SCRIPT, 'run', 'there', '--to=sharded'], cwd=tmp_path,
                           env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, '') and done.stdout.split() == ['wrote', 'there/ckpt_dcp/step_7']
+    assert (done.returncode, done.stderr) == (0, '')
+    assert done.stdout == 'wrote there/ckpt_dcp/step_7 from run/ckpt.pt, step 7\n'
     assert files(tmp_path / 'there') == [f'ckpt_dcp/step_7/{f}' for f in ('.metadata', '__0_0.distcp', 'state.json')]
     export(tmp_path / 'there', tmp_path / 'back', '--to=full')
     export(tmp_path / 'there' / 'ckpt_dcp' / 'step_7', tmp_path / 'named.pt', '--to=full')
@@ -132,12 +137,14 @@ def test_sharded_form_is_what_dcp_reads_and_writes(tmp_path):
     assert same(load(tmp_path / 'c' / 'ckpt.pt'), {**ckpt, 'iter_num': 9})
 
 
-@pytest.mark.parametrize('changes', [{}, {'bias': False}, {'gelu': 'none'}, {'meta': {'vocab_size': 50, 'eot': 49}}],
-                         ids=['tanh', 'no bias', 'exact gelu', 'padded vocabulary'])
+@pytest.mark.parametrize('changes', [{}, {'bias': False}, {'gelu': 'none'}, {'dropout': 0.3},
+                                     {'meta': {'vocab_size': 50, 'eot': 49}}],
+                         ids=['tanh', 'no bias', 'exact gelu', 'dropout', 'padded vocabulary'])
 def test_hf_folder_gives_the_same_logits(tmp_path, changes):
     model, ckpt = trained(**changes)
     torch.save(ckpt, tmp_path / 'a.pt')
-    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf')
+    told = export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf', notes=1)       # that there is no tokenizer
+    assert ('no biases' in told) == ('bias' in changes)
     assert files(tmp_path) == ['a.pt', 'hf/config.json', 'hf/model.safetensors']
     vocab_size = 50 if 'meta' in changes else 64
     assert len(load_file(tmp_path / 'hf' / 'model.safetensors')['transformer.wte.weight']) == vocab_size
@@ -150,21 +157,117 @@ def test_hf_folder_gives_the_same_logits(tmp_path, changes):
     assert want.abs().max() > 1
     torch.testing.assert_close(got, want[..., :vocab_size], rtol=0, atol=1e-5)
     assert theirs.config.eos_token_id == (49 if 'meta' in changes else None)
+    assert [theirs.config.resid_pdrop, theirs.config.embd_pdrop, theirs.config.attn_pdrop] == [0, 0, 0]
 
 
 def test_hf_folder_comes_back(tmp_path):
-    """Our own reader takes the exported folder: weights bit for bit, and zero biases where there were none."""
+    """Our own reader takes the exported folder: weights bit for bit, and no biases where there were none."""
     model, ckpt = trained(bias=False)
     torch.save(ckpt, tmp_path / 'a.pt')
-    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf')
+    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf', notes=1)
     export(tmp_path / 'hf', tmp_path / 'b.pt', '--to=full')
     again = load(tmp_path / 'b.pt')
-    assert again['model_args'] == {**ARGS, 'bias': True}
-    assert all(torch.equal(again['model'][name], w) for name, w in ckpt['model'].items())
-    assert not any(again['model'][name].any() for name in again['model'].keys() - ckpt['model'].keys())
-    got = GPT(GPTConfig(**again['model_args'])).eval()
-    got.load_state_dict(again['model'])
-    torch.testing.assert_close(logits(got)[1], logits(model)[1], rtol=0, atol=1e-6)
+    assert again['model_args'] == {**ARGS, 'bias': False} and again['meta'] is None
+    assert same(again['model'], ckpt['model'])
+    # biases that another tool has trained since are kept
+    weights = load_file(tmp_path / 'hf' / 'model.safetensors')
+    weights['transformer.ln_f.bias'] += 1
+    save_file(weights, tmp_path / 'hf' / 'model.safetensors', {'format': 'pt'})
+    export(tmp_path / 'hf', tmp_path / 'c.pt', '--to=full')
+    again = load(tmp_path / 'c.pt')
+    assert again['model_args'] == {**ARGS, 'bias': True} and bool((again['model']['transformer.ln_f.bias'] == 1).all())
+    assert not again['model']['transformer.h.0.mlp.c_fc.bias'].any()
+
+
+TEXT = "It's a text, with  spaces.\n\nUnd f\u00fcnf \u4e16\u754c!\r\n\tThe end"
+SPECS = {'gpt2': 'gpt2', 'r50k_base': 'r50k_base', 'byte': 'byte',
+         'char': {'type': 'char', 'itos': sorted(set(TEXT))},
+         'char with an end': {'type': 'char', 'itos': [*sorted(set(TEXT)), '<|endoftext|>']}}
+
+
+@pytest.mark.parametrize('spec', SPECS.values(), ids=SPECS)
+def test_other_tools_take_the_tokenizer_too(tmp_path, spec):
+    """transformers reads the folder alone, decodes what it generates, and counts as many bits per byte as we do."""
+    transformers = pytest.importorskip('transformers')
+    try:
+        tokenizer = get_tokenizer(spec)
+    except OSError as error:
+        pytest.skip(str(error))
+    rows = math.ceil(tokenizer.vocab_size / 64) * 64
+    model, ckpt = trained(vocab_size=rows, n_embd=8, block_size=64, bias=False,
+                          meta={'vocab_size': tokenizer.vocab_size, 'tokenizer': spec, 'eot': tokenizer.eot})
+    torch.save(ckpt, tmp_path / 'a.pt')
+    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    want = tokenizer.encode(TEXT)
+    assert theirs(TEXT)['input_ids'] == want and theirs.decode(want) == TEXT and len(theirs) == tokenizer.vocab_size
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eot
+    if tokenizer.eot is not None:
+        assert theirs(TEXT + '<|endoftext|>')['input_ids'] == [*want, tokenizer.eot]
+    if isinstance(spec, dict):
+        with pytest.raises(Exception, match='UNK'):
+            theirs('\u0416')
+
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf').eval()
+    ids = torch.tensor([want])[:, :64]
+    with torch.no_grad():
+        nats = network(ids, labels=ids).loss.item()
+        rows = torch.cat([model(ids[:, :t + 1]) for t in range(ids.size(1) - 1)])
+        own = torch.nn.functional.cross_entropy(rows[:, :tokenizer.vocab_size], ids[0, 1:]).item()
+    assert nats == pytest.approx(own, rel=1e-5)
+    generator = transformers.pipeline('text-generation', model=str(tmp_path / 'hf'), device='cpu')
+    found = generator('The', max_new_tokens=12, do_sample=False, return_full_text=True)[0]['generated_text']
+    prompt = torch.tensor([tokenizer.encode('The')])
+    ours = model.generate(prompt, 12, temperature=0, vocab_size=tokenizer.vocab_size)[0].tolist()
+    if tokenizer.eot in ours:       # transformers stops there
+        ours = ours[:ours.index(tokenizer.eot)]
+    assert found == tokenizer.decode(ours) and len(ours) > prompt.size(1), (found, ours)
+
+    export(tmp_path / 'hf', tmp_path / 'b.pt', '--to=full')     # and the record comes back
+    meta = load(tmp_path / 'b.pt')['meta']
+    assert meta == {'vocab_size': tokenizer.vocab_size, 'tokenizer': spec, 'eot': tokenizer.eot}
+
+
+def test_a_tokenizer_without_such_files_is_told(tmp_path):
+    pytest.importorskip('tiktoken')
+    _, ckpt = trained(meta={'vocab_size': 64, 'tokenizer': {'type': 'char', 'itos': ['a'] * 63}})
+    ckpt['model_args']['vocab_size'] = 64
+    torch.save(ckpt, tmp_path / 'a.pt')
+    export(tmp_path / 'a.pt', tmp_path / 'padded', '--to=hf')      # 63 pad to 64
+    ckpt['meta']['tokenizer']['itos'] = ['a'] * 65
+    torch.save(ckpt, tmp_path / 'a.pt')
+    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf', notes=1)
+    assert files(tmp_path / 'hf') == ['config.json', 'model.safetensors']
+
+
+def test_hf_folder_in_several_files(tmp_path):
+    """Large models come in parts, and an index says which tensor is in which."""
+    transformers = pytest.importorskip('transformers')
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path / 'one')
+    theirs.save_pretrained(tmp_path / 'parts', max_shard_size='20kB')
+    assert len([name for name in files(tmp_path / 'parts') if name.endswith('.safetensors')]) > 2
+    for name in 'one', 'parts':
+        export(tmp_path / name, tmp_path / f'{name}.pt', '--to=full')
+    assert same(load(tmp_path / 'parts.pt')['model'], load(tmp_path / 'one.pt')['model'])
+    part = sorted((tmp_path / 'parts').glob('*.safetensors'))[1]
+    part.write_bytes(part.read_bytes()[:-1])
+    assert part.name in export(tmp_path / 'parts', tmp_path / 'x.pt', '--to=full', rc=1)
+    part.unlink()
+    assert part.name in export(tmp_path / 'parts', tmp_path / 'x.pt', '--to=full', rc=1)
+    (tmp_path / 'parts' / 'model.safetensors.index.json').write_text('{"weight_map": [1]}')
+    assert 'index.json' in export(tmp_path / 'parts', tmp_path / 'x.pt', '--to=full', rc=1)
+
+
+@pytest.mark.parametrize('config', ['[]', '[1, 2]', '{', '3', '{}', '{"n_layer": "2"}', '{"n_layer": [2]}', '\ufeff{}'])
+def test_hf_config_that_is_none(tmp_path, config):
+    _, ckpt = trained()
+    torch.save(ckpt, tmp_path / 'a.pt')
+    export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf', notes=1)
+    (tmp_path / 'hf' / 'config.json').write_text(config, encoding='utf-8')
+    assert 'config.json' in export(tmp_path / 'hf', tmp_path / 'b.pt', '--to=full', rc=1)
 
 
 def test_from_transformers_own_folder(tmp_path):
@@ -183,7 +286,7 @@ def test_from_transformers_own_folder(tmp_path):
     ids, got = logits(model)
     with torch.no_grad():
         torch.testing.assert_close(got, theirs(ids).logits, rtol=0, atol=1e-5)
-    export(tmp_path / 'run', tmp_path / 'again', '--to=hf')
+    export(tmp_path / 'run', tmp_path / 'again', '--to=hf', notes=1)
     assert same(load_file(tmp_path / 'again' / 'model.safetensors'), load_file(tmp_path / 'hf' / 'model.safetensors'))
     export(tmp_path / 'hf', tmp_path / 'run', '--to=sharded')  # AdamW's state is there, at zero, as before a first step
     export(tmp_path / 'run' / 'ckpt_dcp' / 'step_0', tmp_path / 'zero.pt', '--to=full')
@@ -207,7 +310,7 @@ def test_nanogpt_checkpoint(tmp_path):
     torch.save(old, tmp_path / 'old.pt')
     export(tmp_path / 'old.pt', tmp_path / 'new', '--to=full')
     assert same(load(tmp_path / 'new' / 'ckpt.pt'), {**ckpt, 'wandb_id': None})
-    export(tmp_path / 'old.pt', tmp_path / 'hf', '--to=hf')
+    export(tmp_path / 'old.pt', tmp_path / 'hf', '--to=hf', notes=1)
     assert json.loads((tmp_path / 'hf' / 'config.json').read_text())['activation_function'] == 'gelu'
 
 
@@ -219,12 +322,12 @@ def test_out_dir_means_its_newest_complete_checkpoint(tmp_path):
     (tmp_path / 'ckpt_dcp' / 'step_20').mkdir()  # never finished
     (tmp_path / 'ckpt_dcp' / 'step_20' / 'state.json').write_text('{}')
 
-    def newest(name):
-        export(tmp_path, tmp_path / name, '--to=full')
+    def newest(name, incomplete):
+        export(tmp_path, tmp_path / name, '--to=full', notes=incomplete)
         return load(tmp_path / name)['iter_num']
-    assert newest('a.pt') == 10
+    assert newest('a.pt', 1) == 10
     (tmp_path / 'ckpt_dcp' / 'step_10' / '.metadata').unlink()
-    assert newest('b.pt') == 8
+    assert newest('b.pt', 2) == 8
 
 
 def test_errors_are_one_line_and_write_nothing(tmp_path):
@@ -259,7 +362,7 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ['bad.pt', 'src.pt']
 
     export(src, dst, '--to=sharded')
-    export(src, tmp_path / 'hf', '--to=hf')
+    export(src, tmp_path / 'hf', '--to=hf', notes=1)
     before = files(tmp_path)
     for to, where in (('sharded', dst), ('hf', tmp_path / 'hf'), ('full', src)):
         assert 'exists' in export(src, where, f'--to={to}', rc=1)

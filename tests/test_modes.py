@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of
+from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of, record
 from modes_helper import (
     GHOST,
     MODES,
@@ -51,6 +51,7 @@ def test_every_mode_trains_as_plain(run, mode):
     worst_eval = max(abs(evals[i][k] / evals1[i][k] - 1) for i in evals for k in ('train_loss', 'val_loss'))
     distance = far(*(weights(run(m) / 'ckpt_dcp' / 'step_20') for m in (mode, 'plain')))
     print(f'{mode}: losses and norms {worst:.1e}, evaluations {worst_eval:.1e}, weights {distance:.1e}')
+    record(mode, 'losses, norms', max(worst, worst_eval)), record(mode, 'weights', distance)
     assert min(s['grad_norm'] for s in steps1.values()) > 0.5
     assert worst < 2e-6 and worst_eval < 2e-6 and distance < 5e-5
 
@@ -269,7 +270,7 @@ def test_resume(fork, tiny, tmp_path_factory, run, bare, resumed, source, form, 
     unbroken = {f'model.{k}': v for k, v in weights(run(target) / 'ckpt_dcp' / f'step_{last}').items()}
     if source == target and (form == 'sharded' or same_training(run, bare, target)):
         assert same(end, unbroken)
-    assert far(end, unbroken) < 5e-5
+    assert record(target, 'resumed weights', far(end, unbroken)) < 5e-5
     steps, whole = log_of(folder / 'out')[0], log_of(run(target))[0]
     assert max(abs(steps[i][k] / whole[i][k] - 1) for i in range(12, last) for k in ('loss', 'grad_norm')) < 5e-6
 

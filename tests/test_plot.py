@@ -8,7 +8,12 @@ import sys
 
 import pytest
 
-SCRIPT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'scripts', 'plot.py')
+from conftest import ROOT
+
+sys.path.insert(0, ROOT)
+from scripts.plot import curve, read_log  # noqa: E402
+
+SCRIPT = os.path.join(ROOT, 'scripts', 'plot.py')
 ENV = {name: value for name, value in os.environ.items() if name not in ('DISPLAY', 'MPLBACKEND')}
 
 
@@ -70,14 +75,19 @@ def test_same_folder_name_keeps_runs_apart(tmp_path):
     assert {'run', 'x/run'} < set(texts(tmp_path / 'c.svg')[0])
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    """In matplotlib's labels a $ begins a formula, and a leading _ hides a line from the legend."""
+    pytest.importorskip('matplotlib')
+    names = '$x_1$', '_old', 'cost$', r'a\$b$'
+    for name in names:
+        write_log(tmp_path / name)
+    assert plot(*names, '--out=d.svg', cwd=tmp_path) == ''
+    assert set(names) < {text.strip() for text in texts(tmp_path / 'd.svg')[0]}
+
+
 def test_repeated_steps_nulls_and_torn_lines_within(tmp_path):
     """A resumed run logs some steps again and may follow a torn line: later rows are drawn, the torn one is named."""
     pytest.importorskip('matplotlib')
-    sys.path.insert(0, os.path.dirname(SCRIPT))
-    try:
-        from plot import curve, read_log
-    finally:
-        sys.path.pop(0)
     run = write_log(tmp_path / 'run', steps=3, tail='{"iter": 3, "lo\n{"iter": 2, "loss": 9.5, "lr": null}\n7\n')
     train, evals = read_log(run / 'log.jsonl')
     assert curve(train, 'loss') == ([0, 1, 2], [4.0, 3.95, 9.5]) and curve(train, 'lr')[0] == [0, 1]
@@ -100,7 +110,7 @@ def test_errors_are_one_line(tmp_path):
     run, empty = write_log(tmp_path / 'run'), write_log(tmp_path / 'empty', steps=0, tail='{"it')
     assert 'OUT_DIR' in plot(rc=2) and '--outt=x' in plot(run, '--outt=x', rc=2)
     assert 'nowhere' in plot(tmp_path / 'nowhere', rc=1) and 'no logged step' in plot(empty, rc=1)
-    assert 'folder does not exist' in plot(run, f'--out={tmp_path / "no" / "x.png"}', rc=2)
+    assert 'cannot be written' in plot(run, f'--out={tmp_path / "no" / "x.png"}', rc=2)
     (tmp_path / 'block').mkdir(), (tmp_path / 'block' / 'matplotlib.py').write_text('raise ImportError("none")')
     assert 'pip install matplotlib' in plot(run, rc=1, env={**ENV, 'PYTHONPATH': str(tmp_path / 'block')})
     pytest.importorskip('matplotlib')
