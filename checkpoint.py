@@ -207,7 +207,9 @@ def changes(ckpt, config, meta, shape_names):
     for name, value in then.items():
         if name in config and config[name] != value and name not in ('init_from', 'overwrite', *shape_names):
             told.append(f'{name} {value!r} -> {config[name]!r}')
-    if (ckpt.get('meta') or meta).get('splits') != meta.get('splits'):
+    record = ckpt.get('meta') or {}
+    known = [key for key in ('splits', 'fingerprint') if key in record]     # older checkpoints lack the second
+    if any(record[key] != meta.get(key) for key in known):
         told.append('the tokens of the dataset')
     return told
 
@@ -467,14 +469,14 @@ def write_valset(out_dir, offsets, X, Y):
     write_file(Path(out_dir, 'grad_dotprods', 'valset.safetensors'), content)
 
 
-def write_scored(out_dir, rows, names, steps_done):
+def write_scored(out_dir, rows, names, train_bin, steps_done):
     """Scored steps, a dict of numbers and arrays each, -> grad_dotprods/iter_NNNNNN.safetensors, by rank 0; names: of
-    the parameters. Empties rows."""
+    the parameters; train_bin: the fingerprint of the tokens that the offsets are of. Empties rows."""
     if rows and is_rank0():
         columns = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
         folder = Path(out_dir, 'grad_dotprods')
         folder.mkdir(exist_ok=True)
-        content = to_safetensors(columns, {'parameters': json.dumps(names)})
+        content = to_safetensors(columns, {'parameters': json.dumps(names), 'train_bin': train_bin})
         write_file(folder / f'iter_{steps_done:06d}.safetensors', content)
     rows.clear()
 

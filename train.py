@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,9 +33,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
-                        save_checkpoint, save_gradients)
+                        on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, find_bin, hash64, read_tokens, shuffled
+from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
 from model import GPT, GPTConfig
 
@@ -224,7 +224,7 @@ bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.p
 with one_line():
     bins['train'], metas['train'] = find_bin(dataset, 'train')
     bins['val'], metas['val'] = find_bin(dataset, 'val')
-meta = metas['train']
+meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}   # of its very tokens
 if bins['train'][0].parent == Path(dataset):
     config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
 micro_batches = gradient_accumulation_steps // world_size       # per rank and step
@@ -521,7 +521,7 @@ def ghost_end_step(finite):
         else:
             say(f'step {iter_num}: not scored, since the validation gradient is not finite in {dtype}')
     if (iter_num + 1) % ghost_save_interval == 0:
-        write_scored(out_dir, ghost_unwritten, ghost_names, iter_num + 1)
+        write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num + 1)
 
 
 # ---- gradient dumps --------------------------------------------------------------------------------------------------
@@ -566,7 +566,7 @@ def evaluate():
 def finish_writing():
     """Write what is pending, and wait for a checkpoint that is written in the background; all ranks participate."""
     if use_ghost:
-        write_scored(out_dir, ghost_unwritten, ghost_names, iter_num)
+        write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num)
     finish_saving(keep_checkpoints)
 
 
@@ -589,18 +589,23 @@ def save(last, best):
 
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
+def start_wandb():
+    global wandb, wandb_id
+    try:
+        import wandb
+        wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
+                              resume='allow').id
+    except Exception as error:
+        raise ValueError(f'wandb_log=True: {error}: run `wandb login`, or set WANDB_MODE=offline') from None
+
+
 if not eval_only:
     with one_line():
         check_out_dir(out_dir)      # makes it; all ranks participate
-if master_process and not eval_only:
-    if wandb_log:
-        try:
-            import wandb
-            wandb_id = wandb.init(project=wandb_project, name=wandb_run_name, config=config, dir=out_dir, id=wandb_id,
-                                  resume='allow').id
-        except Exception as error:
-            fail(f'wandb_log=True: {error}: run `wandb login`, or set WANDB_MODE=offline')
-    begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
+        if wandb_log:
+            on_rank0(start_wandb)
+    if master_process:
+        begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 log_file = Path(out_dir, 'log.jsonl')
 
 
@@ -643,7 +648,8 @@ def on_signal(number, frame):
     stop_signal = number
     signal.signal(number, signal.SIG_DFL)
     if master_process:
-        os.write(2, b'stopping after this step; the same signal again kills at once\n')    # print is not reentrant
+        with suppress(OSError):     # the terminal may be gone; print is not reentrant
+            os.write(2, b'stopping after this step; the same signal again kills at once\n')
 
 
 for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
