@@ -32,12 +32,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (OPENAI, begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
+from checkpoint import (begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
                         on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
 from model import GPT, GPTConfig
+from weights import OPENAI
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here

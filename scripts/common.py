@@ -68,7 +68,7 @@ def write_result(path, data):
 
 
 def find_tokenizer(source, checkpoint):
-    """The tokenizer of a checkpoint, the dict of checkpoint.read_checkpoint(source). One that does not name it, as
+    """The tokenizer of a checkpoint, the dict of weights.read_checkpoint(source). One that does not name it, as
     nanoGPT's, has that of the dataset it was trained on, or else GPT-2's. ValueError (one line) if none fits its ids;
     OSError if GPT-2's cannot be had."""
     ids, meta, dataset = checkpoint['model_args']['vocab_size'], checkpoint['meta'], checkpoint['config'].get('dataset')

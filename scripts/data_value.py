@@ -76,7 +76,7 @@ def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
     if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
         return {}
-    from checkpoint import newest_checkpoint, read_checkpoint   # torch takes seconds to import
+    from weights import newest_checkpoint, read_checkpoint   # torch takes seconds to import
     newest = newest_checkpoint(out_dir)
     if newest is None:
         return {}

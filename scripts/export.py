@@ -27,10 +27,10 @@ from safetensors.torch import save as to_safetensors
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import TRANSPOSED, newest_checkpoint, read_checkpoint, why
 from data.bins import write_file
 from data.corpus import EOT, tiktoken_files
 from scripts.common import find_tokenizer, note, one_line_parser, printing
+from weights import TRANSPOSED, newest_checkpoint, read_checkpoint, why
 
 
 def write_sharded(ckpt, folder):

@@ -8,6 +8,7 @@ python scripts/load_grads.py follow RUN NAME [NAME ...]         parameters over 
 python scripts/load_grads.py export STEP FILE.safetensors [NAME ...]   all parameters, or those named, in one new file
 python scripts/load_grads.py plot RUN FILE.png                  norms by layer over the steps
 """
+import difflib
 import math
 import os
 import re
@@ -15,14 +16,102 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
+from torch.distributed.checkpoint import metadata
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import find_keys, get_checkpoint_metadata, load_keys  # noqa: F401
 from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
+from weights import read_metadata, read_tensors
 
 COMMANDS = {'list': (1, 1), 'norms': (1, 1), 'compare': (2, 2), 'follow': (2, 99), 'export': (2, 999), 'plot': (2, 2)}
+
+
+SAMPLED = re.compile(r'(.+)_first(\d+)\.safetensors')  # <param>_first<n>.safetensors: rows 0..n-1 of its gradient
+DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+
+
+def find_dump(path):
+    """The folder of a dump's files: `path` itself, or `sharded` or `sampled` in it. ValueError if there is none."""
+    for folder in (path, os.path.join(path, 'sharded'), os.path.join(path, 'sampled')):
+        if os.path.isdir(folder):
+            names = os.listdir(folder)
+            if '.metadata' in names or any(SAMPLED.fullmatch(name) for name in names):
+                return folder
+            if any(name.endswith('.distcp') for name in names):
+                raise ValueError(f'{folder}: has no .metadata: writing it was not finished, or the file was lost')
+    raise ValueError(f'{path}: no gradient dump (neither .metadata nor *_first<n>.safetensors); steps are in '
+                     'out_dir/gradient_dumper/stepN')
+
+
+def get_checkpoint_metadata(dir):
+    """The torch.distributed.checkpoint Metadata of a dump, of its tensors alone; none of them is read.
+
+    `.state_dict_metadata[name]` has `.size` and `.properties.dtype`; for a sampled dump those of the rows it holds.
+    `dir`: stepN, or its sharded or sampled folder. Raises ValueError (one line) where .metadata is missing or torn, or
+    holds what torch does not write there.
+    """
+    folder = find_dump(dir)
+    if os.path.exists(os.path.join(folder, '.metadata')):
+        return read_metadata(folder)
+    return sampled_metadata(folder)
+
+
+def sampled_metadata(folder):
+    """get_checkpoint_metadata of a folder of sampled gradients; storage_data: {name: its file}."""
+    tensors, files = {}, {}
+    for file_name in sorted(os.listdir(folder)):
+        match = SAMPLED.fullmatch(file_name)
+        if match:
+            with open_sampled(os.path.join(folder, file_name)) as file:
+                part = file.get_slice('gradient')
+                size, dtype = torch.Size(part.get_shape()), DTYPES.get(part.get_dtype())
+            chunk = metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            tensors[match[1]] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype), size, [chunk])
+            files[match[1]] = file_name
+    return metadata.Metadata(tensors, storage_data=files)
+
+
+def find_keys(dir, names=None):
+    """(folder, {name: its TensorStorageMetadata} for each of `names`, None: all) of a dump; reads no tensor.
+
+    Raises ValueError (one line) for an unknown name.
+    """
+    folder, known = find_dump(dir), get_checkpoint_metadata(dir).state_dict_metadata
+    names = list(known) if names is None else list(names)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            raise ValueError(f'{folder}: no tensor {name!r}; nearest name: {"".join(near)}')
+    return folder, {name: known[name] for name in names}
+
+
+def load_keys(dir, names=None):
+    """Yield (name, gradient) for each of `names` (None: all), one tensor in memory at a time, on CPU, dtype as saved.
+
+    `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
+    Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
+    """
+    folder, known = find_keys(dir, names)
+    sharded = os.path.exists(os.path.join(folder, '.metadata'))
+    for name in known:
+        if sharded:
+            yield name, read_tensors(folder, [name])[name]
+        else:
+            file_name = get_checkpoint_metadata(folder).storage_data[name]
+            with open_sampled(os.path.join(folder, file_name)) as file:
+                yield name, file.get_tensor('gradient')
+
+
+def open_sampled(path):
+    """A sampled gradient's file, opened lazily; ValueError if it is torn or holds no tensor named `gradient`."""
+    try:
+        file = safe_open(path, 'pt')
+        file.get_slice('gradient')
+        return file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f'{path}: missing or torn ({error})') from None
 
 
 def find_steps(run):

@@ -13,11 +13,11 @@ import torch
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import newest_checkpoint, read_checkpoint, why
 from configurator import configure, fail
 from data.corpus import EOT
 from model import GPT, GPTConfig
 from scripts.common import find_tokenizer, note, printing
+from weights import newest_checkpoint, read_checkpoint, why
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
 out_dir = 'out'             # a run of train.py: its newest checkpoint; or a .pt file, such as its best.pt

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from checkpoint import load_hf  # noqa: E402
 from kernels import peak_flops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from weights import load_hf  # noqa: E402
 
 torch.set_num_threads(1)
 SHAPE = dict(n_layer=3, n_head=4, n_embd=64, block_size=24, vocab_size=40)

@@ -1,0 +1,406 @@
+"""
+Checkpoints and weights of any form, read in a plain process: ckpt.pt files, ours and nanoGPT's; ckpt_dcp/step_N folders
+of torch.distributed.checkpoint; GPT-2 folders in Hugging Face form. Nothing in a file is ever executed.
+
+A checkpoint is a dict: model (weights under the names of GPT.state_dict()), optimizer (state by parameter name),
+model_args (for GPTConfig), iter_num, best_val_loss, config, meta (the record of the data), scaler, wandb_id.
+"""
+import json
+import math
+import os
+import pathlib
+import pickle
+import re
+import sys
+import warnings
+import zipfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+
+from model import GPT, GPTConfig
+
+
+def why(error):
+    """What an error says without the path: the system's words, also where torch has put an error of its own around."""
+    failures = getattr(error, 'failures', None)     # torch.distributed.checkpoint's, by rank
+    if failures:
+        error = next(iter(failures.values()))[0]
+    inner = error
+    while inner and not isinstance(inner, OSError):
+        inner = inner.__context__
+    return getattr(inner, 'strerror', None) or str(error)
+
+
+@contextmanager
+def one_process_too():
+    """Around torch.distributed.checkpoint's calls, which otherwise warn where there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='torch.distributed is disabled')
+        yield
+
+
+# ---- checkpoints of any form, read in a plain process ----------------------------------------------------------------
+def newest_that_loads(out_dir):
+    """
+    (path, dict, passed_over): out_dir's newest checkpoint that loads, of ckpt.pt, best.pt and ckpt_dcp/step_N; what it
+    holds, of a sharded one without the tensors; {path: what is wrong with it} of newer ones that do not load.
+    (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
+    sound.
+    """
+    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.is_file()]
+    steps = [path for path in Path(out_dir, 'ckpt_dcp').glob('step_*') if re.fullmatch(r'step_\d+', path.name)]
+    steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
+    found, torn = [], {}
+    for path in paths + steps:
+        try:
+            ckpt = read_progress(path) if path in steps else read_checkpoint(path)
+        except ValueError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
+            torn[path] = str(error)
+        else:
+            found.append((ckpt['iter_num'], path, ckpt))
+            if path in steps:
+                break       # the older ones need no look
+    if not found and torn:
+        raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
+                         '--init_from=scratch --overwrite=True starts anew and deletes them')
+    if not found:
+        return None, {}, {}
+    _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt
+    return str(path), ckpt, {str(path): problem for path, problem in torn.items()}
+
+
+def newest_checkpoint(out_dir):
+    """The path of the newest checkpoint in an out_dir that loads, or None; stderr says which it passes over."""
+    path, _, passed_over = newest_that_loads(out_dir)
+    for problem in passed_over.values():
+        print(f'passed over, since it does not load: {problem}', file=sys.stderr, flush=True)
+    return path
+
+
+def read_checkpoint(src):
+    """The checkpoint at `src`, of any form, as the dict of a ckpt.pt; tensors on CPU, a file's mapped, not read.
+
+    Weights have the names and shapes of GPT.state_dict(), checked; optimizer state is by parameter name.
+    src may be the name of OpenAI's weights, such as 'gpt2-xl', too.
+    Raises ValueError (one line) if there is no complete checkpoint of ours, nanoGPT's or GPT-2 in Hugging Face form.
+    """
+    if src in OPENAI or is_hf_folder(src):
+        model_args, weights = load_hf(src)
+        ckpt = {'model': weights, 'optimizer': {}, 'model_args': model_args, 'meta': hf_record(src).get('meta')}
+    elif os.path.isfile(os.path.join(src, '.metadata')):
+        ckpt = read_sharded(src)
+    elif os.path.isdir(src):
+        newest = newest_checkpoint(src)
+        if newest is None:
+            raise ValueError(f'{src}: no ckpt.pt, no complete ckpt_dcp/step_N and no model.safetensors in it')
+        return read_checkpoint(newest)
+    else:
+        ckpt = read_full(src)
+    try:
+        ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
+    defaults = {'iter_num': 0, 'best_val_loss': math.inf, 'config': {}, 'meta': None, 'scaler': {}, 'wandb_id': None}
+    ckpt = {**defaults, **ckpt}
+    ckpt['best_val_loss'] = float(ckpt['best_val_loss'])
+    return ckpt
+
+
+def read_full(path):
+    """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
+    try:
+        with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
+            is_whole = zipfile.is_zipfile(file)
+    except OSError as error:
+        raise ValueError(f'{path}: {error.strerror}') from error
+    if not is_whole:
+        raise ValueError(f'{path}: torn, or not a checkpoint')
+    try:
+        ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+    except Exception as error:      # torch.load fails in many ways; a sentence of it says what is wrong
+        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)    # before that comes advice
+        what = text.partition('\n')[0].partition('. ')[0]
+        raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
+    kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
+    if not isinstance(ckpt, dict):
+        raise ValueError(f'{path}: not a checkpoint of train.py but a {type(ckpt).__name__}')
+    missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
+    if missing:
+        raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
+    return ckpt
+
+
+def read_progress(folder):
+    """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing
+    or too short."""
+    try:
+        ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
+        for group in ckpt['param_groups']:
+            group['betas'] = tuple(group['betas'])      # JSON has no tuple
+        ckpt['model_args'], ckpt['iter_num']
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        cause = error if isinstance(error, PermissionError) else None
+        raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
+    check_sizes(folder)
+    return ckpt
+
+
+def check_sizes(folder):
+    """ValueError (one line) if a file that a torch.distributed.checkpoint folder speaks of is missing or too short."""
+    ends = {}
+    for part in read_metadata(folder).storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+    for name, end in ends.items():
+        path = Path(folder, name)
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            raise ValueError(f'{path}: missing or torn, it has {size} bytes of at least {end}')
+
+
+def read_sharded(folder):
+    """The dict of a ckpt_dcp/step_N folder: its tensors, and from state.json the rest."""
+    ckpt = read_progress(folder)
+    ckpt.update(model={}, optimizer={'state': {}, 'param_groups': ckpt.pop('param_groups')})
+    for key, tensor in read_tensors(folder).items():
+        part, _, name = key.partition('.')
+        if part == 'model':
+            ckpt['model'][name] = tensor
+        else:       # optimizer.state.<parameter>.<exp_avg ...>
+            name, _, entry = name.removeprefix('state.').rpartition('.')
+            ckpt['optimizer']['state'].setdefault(name, {})[entry] = tensor
+    return ckpt
+
+
+def complete(model_args):
+    """A checkpoint's model_args, with the defaults of what an older one, or nanoGPT's, lacks."""
+    defaults = {**vars(GPTConfig()), 'gelu': 'none', 'bias': True}      # nanoGPT's GELU is the exact one
+    return {name: model_args.get(name, default) for name, default in defaults.items()}
+
+
+def tidy(src, model_args, weights, optimizer):
+    """{'model', 'optimizer', 'model_args'} in our form: nanoGPT's prefix, masks and parameter numbers translated."""
+    model_args = complete(model_args)
+    weights = {k.removeprefix('_orig_mod.'): v for k, v in weights.items() if not k.endswith('.attn.bias')}
+    with torch.device('meta'):
+        expected = {name: tensor.shape for name, tensor in GPT(GPTConfig(**model_args)).state_dict().items()}
+    head = weights.setdefault('lm_head.weight', weights.get('transformer.wte.weight'))
+    wrong = [k for k in expected.keys() | weights.keys() if getattr(weights.get(k), 'shape', None) != expected.get(k)]
+    if wrong:
+        raise ValueError(f'{src}: missing, unknown or of another shape: {", ".join(sorted(wrong)[:3])}')
+    if not torch.equal(head, weights['transformer.wte.weight']):
+        raise ValueError(f'{src}: lm_head.weight differs from transformer.wte.weight; the two are one tensor in GPT-2')
+    weights = {name: weights[name] for name in expected}
+    weights['lm_head.weight'] = weights['transformer.wte.weight']  # one storage, so it is saved once
+    state = optimizer.get('state', {})
+    if 0 in state:  # numbers count the parameters in the order of AdamW's groups: matrices, then vectors
+        order = [name for name in expected if name != 'lm_head.weight']
+        order.sort(key=lambda name: len(expected[name]) < 2)  # a stable sort
+        if len(state) != len(order):
+            raise ValueError(f'{src}: optimizer state of {len(state)} parameters, the model has {len(order)}')
+        optimizer = {'state': {order[i]: entry for i, entry in state.items()}, 'param_groups': [
+            {**group, 'params': [order[i] for i in group['params']]} for group in optimizer['param_groups']]}
+    for name, entry in optimizer.get('state', {}).items():
+        shapes = [value.shape for value in entry.values() if torch.is_tensor(value) and value.dim() > 0]
+        if name not in expected or any(shape != expected[name] for shape in shapes):
+            raise ValueError(f'{src}: optimizer state of {name} does not fit the parameter')
+    without = [name for name in expected if name not in optimizer.get('state', {}) and name != 'lm_head.weight']
+    if optimizer.get('state') and without:
+        raise ValueError(f'{src}: optimizer state of all parameters but {without[0]}')
+    return {'model': weights, 'optimizer': optimizer, 'model_args': model_args}
+
+
+# ---- torch.distributed.checkpoint folders -------------------------------------------------------------------------
+# all that torch.distributed.checkpoint writes into .metadata; OLMo-core's own writer has a name of its own for one
+METADATA = {('torch.distributed.checkpoint.metadata', name): getattr(metadata, name) for name in (
+    'BytesStorageMetadata', 'ChunkStorageMetadata', 'Metadata', 'MetadataIndex', 'StorageMeta', 'TensorProperties',
+    'TensorStorageMetadata', '_MEM_FORMAT_ENCODING')}
+METADATA.update({(module, '_StorageInfo'): filesystem._StorageInfo for module in (
+    'torch.distributed.checkpoint.filesystem', 'olmo_core.distributed.checkpoint.filesystem')})
+METADATA.update({(module, name): pathlib.PurePath for module in ('pathlib', 'pathlib._local') for name in (
+    'Path', 'PosixPath', 'WindowsPath', 'PurePath', 'PurePosixPath', 'PureWindowsPath')})   # where it was once saved
+METADATA['torch', 'Size'] = torch.Size
+METADATA['torch.serialization', '_get_layout'] = torch.serialization._get_layout
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Builds only these classes, and torch's dtypes, so that a file cannot run code."""
+
+    def find_class(self, module, name):
+        if (module, name) in METADATA:
+            return METADATA[module, name]
+        dtype = getattr(torch, name, None) if module == 'torch' and '.' not in name else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f'{module}.{name} does not belong there')
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's own reader, which is handed the metadata that MetadataUnpickler has read, and of that the tensors alone:
+    torch reads those by weights_only=True, other entries not."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.checked = read_metadata(folder)
+
+    def read_metadata(self, *args, **kwargs):
+        return self.checked
+
+
+def read_metadata(folder):
+    """The torch.distributed.checkpoint Metadata of a folder, of its tensors alone; none of them is read. Raises
+    ValueError (one line) where .metadata is missing or torn, or holds what torch does not write there."""
+    path = os.path.join(folder, '.metadata')
+    try:
+        with open(path, 'rb') as file:
+            found = MetadataUnpickler(file).load()
+        if type(found) is not metadata.Metadata:
+            raise ValueError(f'it holds a {type(found).__name__}')
+        for part in found.storage_data.values():
+            if type(part) is not filesystem._StorageInfo or os.path.basename(part.relative_path) != part.relative_path:
+                raise ValueError(f'it names a file elsewhere, {part!r:.80}')
+            part.transform_descriptors = None       # older files lack it
+        tensors = {name: entry for name, entry in found.state_dict_metadata.items()
+                   if type(entry) is metadata.TensorStorageMetadata}
+    except FileNotFoundError:
+        raise ValueError(f'{folder}: has no .metadata: writing it was not finished, or the file was lost') from None
+    except PermissionError as error:
+        raise ValueError(f'{path}: {error.strerror}') from error
+    except Exception as error:      # a torn pickle fails in many ways
+        raise ValueError(f'{path}: torn or not a checkpoint ({error})') from None
+    return metadata.Metadata(tensors, storage_data=found.storage_data, storage_meta=metadata.StorageMeta())
+
+
+def read_tensors(folder, names=None):
+    """{name: tensor} of a torch.distributed.checkpoint folder, whole, on CPU, dtype as saved; names: of which (None:
+    all). Raises ValueError (one line) for a missing or torn file."""
+    reader = SafeReader(folder)
+    check_sizes(folder)
+    entries = reader.checked.state_dict_metadata
+    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names or entries}
+    try:
+        with one_process_too():
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (Exception, dcp.CheckpointException) as error:
+        first = next(iter(tensors))
+        raise ValueError(f'{folder}: missing or torn file, {first} cannot be read ({why(error)})') from None
+    return tensors
+
+
+# ---- weights in Hugging Face form ------------------------------------------------------------------------------------
+
+# kept as (in, out) there
+TRANSPOSED = ('attn.c_attn.weight', 'attn.c_proj.weight', 'mlp.c_fc.weight', 'mlp.c_proj.weight')
+
+
+OPENAI = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+
+
+def is_hf_folder(path):
+    """Whether a folder holds weights in Hugging Face form."""
+    names = 'model.safetensors', 'model.safetensors.index.json'
+    return any(os.path.isfile(os.path.join(path, name)) for name in names)
+
+
+def download_gpt2(name):
+    """Fetch OpenAI's weights, 'gpt2' (0.5 GB) to 'gpt2-xl' (6 GB), once. Returns their folder. Raises OSError."""
+    from data.download import fetch, hub_files
+    try:
+        folder = Path.home() / '.cache' / 'flatgpt' / name
+    except RuntimeError:
+        raise OSError('there is no home directory to keep GPT-2\'s weights in; set HOME') from None
+    wanted = ('config.json', 'model.safetensors')
+    if all((folder / file).is_file() for file in wanted):
+        return folder
+    try:
+        for file in hub_files(f'openai-community/{name}', [('main', '')], wanted, 'model'):
+            if file['name'] in wanted and not (folder / file['name']).is_file():
+                fetch(file, folder / file['name'])
+    except OSError as error:
+        raise OSError(f'{error}; fetch it elsewhere and name its folder by --init_from') from None
+    return folder
+
+
+def read_json(path):
+    """The object that a JSON file holds. ValueError (one line) if it is missing, torn, or holds something else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{path}: missing or torn ({why(error)})') from None
+    if not isinstance(found, dict):
+        raise ValueError(f'{path}: holds {str(found)[:40]}, not an object')
+    return found
+
+
+def hf_record(path):
+    """What scripts/export.py adds to the config.json of a folder in Hugging Face form: 'bias', and 'meta' of the
+    tokens; {} of another's folder or of OpenAI's weights."""
+    record = {} if path in OPENAI else read_json(Path(path, 'config.json')).get('flatgpt')
+    return record if isinstance(record, dict) else {}
+
+
+def load_hf_tensors(path):
+    """{name: tensor} of the model.safetensors in a folder, or of the files that its index names."""
+    from safetensors.torch import load_file
+    names = ['model.safetensors']
+    if not (path / names[0]).is_file():
+        index = path / 'model.safetensors.index.json'
+        files = read_json(index).get('weight_map')
+        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+            raise ValueError(f'{index}: has no weight_map of names')
+        names = sorted({os.path.basename(name) for name in files.values()})
+    tensors = {}
+    for name in names:
+        try:
+            tensors.update(load_file(path / name))
+        except Exception as error:      # safetensors has its own kinds
+            raise ValueError(f'{path / name}: missing or torn ({why(error)})') from None
+    return tensors
+
+
+def load_hf(path):
+    """
+    Read a GPT-2 folder in Hugging Face form (config.json and model.safetensors, or the parts that
+    model.safetensors.index.json names), or OpenAI's weights by name ('gpt2-xl').
+    Returns (model_args for GPTConfig, state dict of GPT). Raises ValueError saying what is missing or unsupported, and
+    OSError if a download fails.
+    """
+    bias = hf_record(path).get('bias', True)
+    path = download_gpt2(path) if path in OPENAI else Path(path)
+    c = read_json(path / 'config.json')
+    gelus = {'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh', 'gelu': 'none'}
+    gelu = gelus.get(str(c.get('activation_function', 'gelu_new')))
+    wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
+              'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
+    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c.get('n_embd', 0))}
+    if gelu is None or odd:
+        raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
+    model_args = {**{name: c.get(name) for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size')},
+                  'block_size': c.get('n_positions', 1024)}
+    wrong = [f'{name}={value}' for name, value in model_args.items() if type(value) is not int or value < 1]
+    if wrong:
+        raise ValueError(f'{path}/config.json: {", ".join(wrong)}')
+    state = {}
+    for name, w in load_hf_tensors(path).items():
+        name = name.removeprefix('transformer.')
+        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
+            state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
+    biases = [name for name in state if name.endswith('.bias')]
+    if bias is False and not any(state[name].any() for name in biases):     # zeros that this form asks for
+        for name in biases:
+            del state[name]
+    else:
+        bias = True
+    model_args.update(bias=bias, gelu=gelu)
+    state['lm_head.weight'] = state.get('transformer.wte.weight')
+    with torch.device('meta'):
+        expected = {k: v.shape for k, v in GPT(GPTConfig(**model_args)).state_dict().items()}
+    wrong = [k for k in expected.keys() | state.keys() if getattr(state.get(k), 'shape', None) != expected.get(k)]
+    if wrong:
+        raise ValueError(f'{path}: model.safetensors does not fit its config.json: {", ".join(sorted(wrong)[:3])}')
+    return model_args, state
