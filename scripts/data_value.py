@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_folder, load_meta
+from data.bins import find_folder, fingerprint, load_meta
 from data.corpus import get_tokenizer
 from scripts.common import fail, literal, load_pyplot, note, one_line_parser, printing, write_picture, write_result
 
@@ -98,11 +98,16 @@ def read_metas(out_dir, folder):
     return metas
 
 
-def find_text(folder, then, now, block_size, end):
+def find_text(out_dir, folder, then, now, block_size, end):
     """A function from a token offset to the text of its window; '' for all, and a note says why, if the tokens that the
     run saw, up to `end`, or their tokenizer are not to be had. then, now: the records of read_metas."""
     try:
         seen, there = ((meta.get('splits') or {}).get('train', {}).get('sha256') for meta in (then, now))
+        last = max(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
+        with safe_open(last, 'numpy') as file:
+            train_bin = (file.metadata() or {}).get('train_bin')     # not in the files of older runs
+        if train_bin:
+            seen, there = train_bin, fingerprint(folder / 'train.bin', now)
         if seen and there and seen != there:
             raise ValueError(f'{folder} was prepared anew since the run: other text under the same offsets')
         meta, path = then or now, folder / 'train.bin'
@@ -211,7 +216,7 @@ def main():
 
     offset, value, visits, loss = by_window(samples)
     then, now = read_metas(out_dir, folder)
-    text = find_text(folder, then, now, block_size, int(offset.max()) + block_size + 1)
+    text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
     names, domain_of = find_domains(then or now)
     domain = domain_of(offset)
     windows = [(int(offset[i]), float(value[i]), int(visits[i]), float(loss[i]), names[domain[i]])

@@ -249,3 +249,21 @@ def test_of_a_run(tmp_path):
     assert len(want) == 48 and got == pytest.approx(want, rel=1e-12, abs=1e-15)
     assert float(domains['sheep']['value']) == pytest.approx(total, rel=1e-12) and total > 0
     assert all(line['text'] == text[line['offset']:line['offset'] + 16] for line in lines)
+
+
+def test_tokens_without_a_record_are_told_apart_too(fork, tiny, tmp_path):
+    """Of a folder without counts and checksums the run's own files say which tokens it saw."""
+    (tmp_path / 'bins').mkdir()
+    for split in ('train', 'val'):
+        (tmp_path / 'bins' / f'{split}.bin').write_bytes((tiny / f'{split}.bin').read_bytes())
+    meta = json.loads((tiny / 'meta.json').read_text())
+    (tmp_path / 'bins' / 'meta.json').write_text(json.dumps({k: meta[k] for k in ('vocab_size', 'tokenizer', 'dtype')}))
+    fork(tmp_path, f'--dataset={tmp_path / "bins"}', '--use_ghost=True', '--max_iters=2')
+    for shuffled in (False, True):
+        if shuffled:
+            tokens = np.fromfile(tmp_path / 'bins' / 'train.bin', '<u2')
+            tokens[::-1].tofile(tmp_path / 'bins' / 'train.bin')
+        done = data_value(tmp_path / 'out')
+        lines = read(tmp_path / 'out' / 'data_value')[2]
+        assert ('prepared anew' in done.stderr) == shuffled
+        assert all((line['text'] == '') == shuffled for line in lines)
