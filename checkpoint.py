@@ -58,16 +58,18 @@ def barrier():
 
 
 def on_rank0(function, *args):
-    """Call a function on rank 0 alone. A ValueError or OSError in it becomes a ValueError (one line) on every rank."""
-    problem = None
+    """Call a function on rank 0 alone; returns what it returns there, None elsewhere. A ValueError or OSError in it
+    becomes a ValueError (one line) on every rank."""
+    result, problem = None, None
     if is_rank0():
         try:
-            function(*args)
+            result = function(*args)
         except (ValueError, OSError) as error:
             problem = str(error)
     problem = from_rank0(problem)
     if problem is not None:
         raise ValueError(problem)
+    return result
 
 
 # ---- where a run starts ----------------------------------------------------------------------------------------------
@@ -84,16 +86,10 @@ def find_start(config, given, meta, shape_names):
     Raises ValueError (one line) if there is none to resume, it does not fit the settings, or a new run would come upon
     an earlier one's files.
     """
-    found, whole = [], {}
-
-    def choose():
-        start = choose_start(config, given, meta, shape_names)
-        whole.update(model=start.pop('model', {}), optimizer=start.pop('optimizer', {}))
-        found.append(start)
-
-    on_rank0(choose)
-    start = from_rank0(found[0] if found else None)
-    start['has_optimizer'] = from_rank0(bool(whole.get('optimizer')))
+    found = on_rank0(choose_start, config, given, meta, shape_names) or {}
+    whole = {name: found.pop(name, {}) for name in ('model', 'optimizer')}      # stay on rank 0 for now
+    start = from_rank0(found)
+    start['has_optimizer'] = from_rank0(bool(whole['optimizer']))
     return {**start, **whole}
 
 
@@ -107,7 +103,7 @@ def choose_start(config, given, meta, shape_names):
     if init_from in ('resume', 'auto'):
         facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
     if facts['resumed_from'] is not None:
-        start.update(start_there, model_args=without_dropout(complete(start_there['model_args'])))
+        start.update(start_there, model_args=shape_of(complete(start_there['model_args']), shape_names))
         if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
             step = {**config, **(start['config'] or {})}
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
@@ -127,7 +123,7 @@ def choose_start(config, given, meta, shape_names):
     if init_from in ('scratch', 'auto'):
         start['model_args'], start['model'] = new_model(config, meta, shape_names)
     else:
-        start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta)
+        start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta, shape_names)
     return {**start, **facts}
 
 
@@ -143,14 +139,15 @@ def new_model(config, meta, shape_names):
     return model_args, GPT(GPTConfig(**model_args)).state_dict()
 
 
-def pretrained(source, config, shape_given, meta):
+def pretrained(source, config, shape_given, meta, shape_names):
     """(model_args, weights) of OpenAI's GPT-2 by name, of a Hugging Face folder or of a checkpoint."""
     ckpt = read_checkpoint(source)
     must_fit(source, ckpt, config, shape_given - {'block_size'}, meta)
     place, out_dir = Path(source).resolve(), Path(config['out_dir']).resolve()
     if config['overwrite'] and not config['eval_only'] and place.exists() and out_dir in (place, *place.parents):
         raise ValueError(f'it lies in {config["out_dir"]}, which --overwrite=True would empty: another --out_dir')
-    model_args, weights, block_size = without_dropout(ckpt['model_args']), ckpt['model'], config['block_size']
+    model_args, weights = shape_of(ckpt['model_args'], shape_names), ckpt['model']
+    block_size = config['block_size']
     positions = model_args['block_size']
     if block_size > positions:
         raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
@@ -159,9 +156,9 @@ def pretrained(source, config, shape_given, meta):
     return model_args, weights
 
 
-def without_dropout(model_args):
-    """A checkpoint's dropout is its run's; every run sets its own."""
-    return {name: value for name, value in model_args.items() if name != 'dropout'}
+def shape_of(model_args, shape_names):
+    """What a checkpoint prescribes of its model_args. Others, such as dropout, every run sets for itself."""
+    return {name: model_args[name] for name in (*shape_names, 'vocab_size', 'gelu')}
 
 
 def must_fit(source, ckpt, config, names, meta):

@@ -121,27 +121,7 @@ grad_dump_end_step = None           # last step to dump; None: no end
 grad_dump_save_first_n = None       # None: all of every gradient, sharded; an int: its first n rows
 # ----------------------------------------------------------------------------------------------------------------------
 config, given = configure(globals())
-sys.excepthook = excepthook(out_dir)    # a full disk and the like are one line
-
-
-def require(condition, message):
-    """Every check of the settings: if the condition does not hold, the run ends with this line."""
-    if not condition:
-        fail(message)
-
-
-def say(message, passing=False):
-    """Rank 0 prints a line; on a terminal, the next line overwrites a passing one."""
-    if not master_process:
-        return
-    clear, end = '', '\n'
-    if sys.stdout.isatty():
-        clear, end = '\r\033[K', '' if passing else '\n'
-    try:
-        print(clear + message, end=end, flush=True)
-    except OSError:     # a closed pipe, a lost terminal, a full disk: training goes on without a word
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
+sys.excepthook = excepthook(out_dir)    # a full disk, for example, is one line
 
 # ---- ranks and device ------------------------------------------------------------------------------------------------
 distributed = under_torchrun()
@@ -150,6 +130,23 @@ if distributed:
     rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
 master_process = rank == 0          # prints, and writes what is not sharded
 use_ddp = distributed and not use_fsdp
+
+def require(condition, message):
+    """Every check of the settings: if the condition does not hold, the run ends with this line."""
+    if not condition:
+        fail(message)
+
+def say(message, passing=False):
+    """Rank 0 prints a line. On a terminal, a passing one is overwritten by the next."""
+    if not master_process:
+        return
+    clear, end = '', '\n'
+    if sys.stdout.isatty():
+        clear, end = '\r\033[K', '' if passing else '\n'
+    try:
+        print(clear + message, end=end, flush=True)
+    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
 if device == 'auto':
@@ -218,62 +215,6 @@ if grad_dump:
     require(max_iters == 0 or grad_dump_start_step < max_iters,
             f'grad_dump_start_step={grad_dump_start_step}: the last step of max_iters={max_iters} is {max_iters - 1}')
 
-# ---- data ------------------------------------------------------------------------------------------------------------
-# Sample j of step s is a pure function of (seed, s, j). Which rank reads it in which micro-batch changes nothing,
-# resuming needs no stored position, and a sample has a name that lasts: its offset in train.bin.
-bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
-with one_line():
-    bins['train'], metas['train'] = find_bin(dataset, 'train')
-    bins['val'], metas['val'] = find_bin(dataset, 'val')
-meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}   # of its very tokens
-if bins['train'][0].parent == Path(dataset):
-    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
-micro_batches = gradient_accumulation_steps // world_size       # per rank and step
-samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
-if use_ghost:
-    with one_line():
-        bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
-    ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
-    require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
-            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
-    require(ghost_val_batch_size % world_size == 0,
-            f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the world size {world_size}')
-    ghost_rows = ghost_val_batch_size // world_size     # of the validation batch, on each rank
-    require(ghost_rows <= batch_size or ghost_rows % batch_size == 0,
-            f'ghost_val_batch_size={ghost_val_batch_size} is {ghost_rows} per rank, more than batch_size={batch_size} '
-            'and not a multiple of it')
-
-
-def samples_before(step):
-    """How many samples training has seen before a step; a run that went on may have had other steps before."""
-    return start['samples_seen'] + (step - start_iter) * samples_per_step
-
-
-def train_offsets(step, j):
-    """Token offsets, int64 (n,), of samples j (n,) of an optimizer step."""
-    _, _, tokens = bins['train']
-    if data_order == 'random':
-        return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
-    windows = (tokens - 1) // block_size
-    epoch, k = np.divmod(samples_before(step) + j, windows)
-    return shuffled(k, windows, seed, epoch) * block_size
-
-
-def read_windows(split, offsets):
-    """Inputs and targets on the device, int64 (len(offsets), block_size) each, the targets one token later."""
-    with one_line(every_rank=True):
-        tokens = torch.from_numpy(read_tokens(bins[split], offsets, block_size + 1, vocab_size))
-    if gpus:
-        tokens = tokens.pin_memory()    # so that the copy below overlaps with the GPU's work
-    tokens = tokens.to(device, non_blocking=True)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def train_batch(step, micro):
-    """This rank's inputs and targets of a micro-batch."""
-    return read_windows('train', train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size)))
-
-
 # ---- connect the ranks -----------------------------------------------------------------------------------------------
 if deterministic:
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
@@ -283,59 +224,110 @@ if gpus:
         device = f'cuda:{local_rank}'
     torch.cuda.set_device(device)
 if distributed:
-    if backend == 'auto':       # gloo beside nccl: offloaded tensors and checkpoints are exchanged in host memory
+    if backend == 'auto':       # nccl carries tensors on GPUs, gloo those in host memory: checkpoints', offloaded ones
         backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
     where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
-    patience = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'])
-    patience.daemon = True
-    patience.start()
-    # torchrun keeps its store over restarts, with dead ranks' addresses in it: so each start has its own prefix. Nodes
-    # count restarts each for itself, so for several scripts/slurm.sh makes torchrun take a new store instead.
+    waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'])
+    waiting.daemon = True
+    waiting.start()
+    # The ranks find each other by a store of addresses, which torchrun keeps when it restarts them. Each start has its
+    # own prefix there, so that no rank meets the address of a dead one. Several nodes count their restarts each for
+    # itself: scripts/slurm.sh makes torchrun take a new store there.
     one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
     store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
-    patience.cancel()
-
+    waiting.cancel()
 
 def mean_over_ranks(tensor):
+    """A new tensor, the same on every rank; all ranks participate."""
+    total = tensor.clone()
     if distributed:
-        dist.all_reduce(tensor)
-    return tensor / world_size
-
+        dist.all_reduce(total)      # the sum
+    return total / world_size
 
 def my_shard(tensor):
     """What this rank holds of a tensor: its shard of a DTensor, all of an ordinary one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
-
 def full(tensor):
     """The whole of a tensor: a DTensor is gathered, and all ranks participate; an ordinary one is whole as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
+# ---- data and where to start -----------------------------------------------------------------------------------------
+bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
+with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
+    bins['train'], metas['train'] = find_bin(dataset, 'train')
+    bins['val'], metas['val'] = find_bin(dataset, 'val')
+meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}     # of these very tokens
+if bins['train'][0].parent == Path(dataset):
+    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
+if use_ghost:
+    with one_line():
+        bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
+    ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
+    require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
+            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
+    require(ghost_val_batch_size % world_size == 0,
+            f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the world size {world_size}')
+    ghost_per_rank = ghost_val_batch_size // world_size     # validation samples of a rank
+    require(ghost_per_rank <= batch_size or ghost_per_rank % batch_size == 0,
+            f'ghost_val_batch_size={ghost_val_batch_size} is {ghost_per_rank} per rank, more than '
+            f'batch_size={batch_size} and not a multiple of it')
 
-# ---- where to start: a checkpoint, pretrained weights or scratch -----------------------------------------------------
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
     start = find_start(config, given, meta, shape_names)
 model_args, iter_num, best_val_loss = start['model_args'], start['iter_num'], start['best_val_loss']
 shape = {name: model_args[name] for name in shape_names}
 config.update(shape)
-globals().update(shape)
+globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
 vocab_size, start_iter, wandb_id = model_args['vocab_size'], iter_num, start['wandb_id']
-tokens_per_step = samples_per_step * block_size
 with one_line():
     for split in bins:
         check_tokens(bins[split], metas[split], block_size, vocab_size)
+micro_batches = gradient_accumulation_steps // world_size       # per rank and step
+samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
+tokens_per_step = samples_per_step * block_size
 
-# ---- model: built without memory, then compiled, then sharded, then filled with rank 0's weights ---------------------
-with torch.device('meta'):
-    model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout))
+def samples_before(step):
+    """How many samples training has seen before a step; a run that was resumed may have had other steps before."""
+    return start['samples_seen'] + (step - start_iter) * samples_per_step
+
+def train_offsets(step, j):
+    """
+    Token offsets, int64 (n,), of samples j (n,) of an optimizer step: a pure function of (seed, step, j). Which rank
+    reads a sample in which micro-batch changes nothing, resuming needs no stored position, and a sample has a lasting
+    name: its offset in train.bin.
+    """
+    _, _, tokens = bins['train']
+    if data_order == 'random':
+        return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
+    windows = (tokens - 1) // block_size
+    epoch, k = np.divmod(samples_before(step) + j, windows)
+    return shuffled(k, windows, seed, epoch) * block_size
+
+def read_windows(split, offsets):
+    """Inputs and targets on the device, int64 (len(offsets), block_size) each, the targets one token later."""
+    with one_line(every_rank=True):     # what one rank alone has read, it reports itself
+        tokens = torch.from_numpy(read_tokens(bins[split], offsets, block_size + 1, vocab_size))
+    if gpus:
+        tokens = tokens.pin_memory()    # so that the copy below overlaps with the GPU's work
+    tokens = tokens.to(device, non_blocking=True)
+    return tokens[:, :-1], tokens[:, 1:]
+
+def train_batch(step, micro):
+    """This rank's inputs and targets of a micro-batch."""
+    return read_windows('train', train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size)))
+
+# ---- model: compiled, sharded, filled, wrapped -----------------------------------------------------------------------
+with torch.device('meta'):      # shapes without memory: if it is sharded, no rank ever holds all of it
+    model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout))   # DDP wraps `model`; else they are the same
 if use_ghost:
     with one_line('use_ghost=True: '):
-        ghost_names = raw_model.add_ghost()
+        ghost_names = raw_model.add_ghost()     # of the parameters that are scored, in the order of the dots
 num_params = raw_model.num_params()
 flops_per_step = raw_model.flops_per_token() * tokens_per_step
 mode = 'DDP' if use_ddp else 'plain'
@@ -349,10 +341,13 @@ if use_fsdp and compile:
 if compile == 'blocks':
     for block in raw_model.transformer.h:
         block.compile(dynamic=False)
-    raw_model.loss = torch.compile(raw_model.loss, dynamic=False)
+    raw_model.loss = torch.compile(raw_model.loss, dynamic=False)       # a method: final norm, head and cross-entropy
 elif compile:
-    raw_model.compile(dynamic=False)    # in place, so that names in checkpoints stay; fast for the shapes it meets
+    raw_model.compile(dynamic=False)    # in place, so that names in checkpoints stay
 if use_fsdp:
+    # A unit is one or more blocks. Its parameters are gathered just before it computes and freed afterwards, in the
+    # forward and again in the backward pass. Its gradients are averaged and scattered: each rank keeps its shard. HSDP:
+    # the ranks of a row of the mesh share one copy of the model, and rows then average their shards of the gradients.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     shards = world_size // fsdp_replicate
     mesh = dist.init_device_mesh(device_type, (fsdp_replicate, shards), mesh_dim_names=('replicate', 'shard'))
@@ -365,8 +360,7 @@ if use_fsdp:
     if fsdp_cpu_offload:
         policy['offload_policy'] = CPUOffloadPolicy(pin_memory=gpus > 0)
         weights_device = 'cpu'
-    forward_dtype = None if dtype == 'float32' else getattr(torch, dtype)
-    # the policy casts; autocast is off
+    forward_dtype = None if dtype == 'float32' else getattr(torch, dtype)       # the policy casts; autocast is off
     policy['mp_policy'] = MixedPrecisionPolicy(forward_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     unit, unit_params = [], 0
     for block in raw_model.transformer.h:
@@ -375,43 +369,31 @@ if use_fsdp:
         if unit_params >= fsdp_min_num_params or block is raw_model.transformer.h[-1]:
             fully_shard(unit, **policy)
             unit, unit_params = [], 0
-    fully_shard(raw_model, **policy)    # the rest: embeddings, final norm and head
+    fully_shard(raw_model, **policy)    # the last unit: embeddings, final norm and head
 raw_model.to_empty(device=weights_device)
-raw_model.tie()
+raw_model.tie()                         # to_empty has made two tensors of the embedding and the head
 params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
-# ---- optimizer -------------------------------------------------------------------------------------------------------
 fused = device_type in ('cuda', 'cpu')
 optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=fused)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
-with one_line():
-    load_start(start, raw_model, optimizer, scaler)     # rank 0's, or from a sharded checkpoint every rank its part
+with one_line():        # fills all of them: rank 0's weights and state, or of a sharded checkpoint every rank its part
+    load_start(start, raw_model, optimizer, scaler)
 assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping or loading has untied the embeddings'
 if use_ddp:
+    # Each rank holds the whole model. DDP collects gradients in buckets, and averages a bucket over the ranks as soon
+    # as the backward pass has filled it.
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)
-if scale_lr:
-    learning_rate *= gradient_accumulation_steps
-    min_lr *= gradient_accumulation_steps
 autocast = nullcontext()
 if dtype != 'float32' and not use_fsdp:
     autocast = torch.autocast(device_type, getattr(torch, dtype))
 
-
-def lr_at(step):
-    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then a cosine to min_lr."""
-    if not decay_lr:
-        return learning_rate
-    if step < warmup_iters:
-        return learning_rate * (step + 1) / warmup_iters
-    if step >= lr_decay_iters:
-        return min_lr
-    done = (step - warmup_iters) / (lr_decay_iters - warmup_iters)
-    return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * done)) / 2
-
-
 def sync_gradients(last):
-    """Before a backward pass: the ranks exchange gradients in the last one only."""
+    """
+    Before a backward pass. The ranks average their gradients in the step's last one only; before, each adds up its own.
+    Where the model is sharded, these are whole gradients, larger than a shard.
+    """
     if use_ddp:
         model.require_backward_grad_sync = last
     if use_fsdp:
@@ -419,9 +401,8 @@ def sync_gradients(last):
         model.set_is_last_backward(last)
         model.set_reshard_after_backward(last or fsdp_reshard_after_forward)
 
-
 def compare_replicas():
-    """End the run if copies of a parameter, or of its shards, are not the same bit by bit; all ranks participate."""
+    """End the run if a parameter, or a shard, has bits of another sum on a rank that holds a copy of it."""
     sums = [my_shard(p).view(torch.int32).sum(dtype=torch.int64) for p in params.values()]
     sums = torch.stack(sums).to(device)                                 # (parameters,)
     high_low = torch.stack((sums, -sums))       # the largest of -sums is the smallest of sums: one exchange for both
@@ -433,29 +414,44 @@ def compare_replicas():
         finish_writing()
         sys.exit(1)
 
+# ---- learning rate ---------------------------------------------------------------------------------------------------
+if scale_lr:
+    learning_rate *= gradient_accumulation_steps
+    min_lr *= gradient_accumulation_steps
+
+def lr_at(step):
+    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then a cosine to min_lr."""
+    if not decay_lr:
+        return learning_rate
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / warmup_iters
+    if step >= lr_decay_iters:
+        return min_lr
+    way = (step - warmup_iters) / (lr_decay_iters - warmup_iters)       # 0 to 1
+    return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * way)) / 2
 
 # ---- ghost -----------------------------------------------------------------------------------------------------------
-# Before a scored step's own passes, one pass over the validation batch leaves its gradient in the model's ghost_*
-# parameters. The backward passes of training then give each sample's dot product with it, as the gradient of zeros
-# that go into the model; model.py says how.
+# What is <g_i, G>, with g_i the gradient of sample i's loss and G that of the validation loss? Let sample i have the
+# parameters W + z_i G, where z_i is 0: nothing changes, but the derivative of its loss by z_i is <g_i, G>. So in a
+# scored step: one pass over the validation batch, whose gradient becomes the model's ghost_* parameters (G); then the
+# ordinary passes of training, with zeros z going into the model, whose gradients are the dot products. model.py shows
+# it layer by layer.
 if use_ghost:
     from checkpoint import gather_samples, write_scored, write_valset
     ghost_windows = bins['ghost'][2] - block_size
     require(ghost_val_batch_size <= ghost_windows,
             f'ghost_val_batch_size={ghost_val_batch_size}: {bins["ghost"][0]} has only {ghost_windows:,} windows')
     ghost_of = {name.replace('ghost_', ''): p for name, p in raw_model.named_parameters() if 'ghost_' in name}
-    ghost_pairs = [(params[name], ghost_of[name]) for name in ghost_names]      # (a parameter, its ghost_*)
+    ghost_pairs = [(params[name], ghost_of[name]) for name in ghost_names]      # (a parameter W, its G)
     ghost_scoring = True        # whether this step is scored
-    ghost_columns = []          # of this step's micro-batches: dots and losses, (rows, batch_size) each
+    ghost_columns = []          # of each micro-batch of this step: its dots and losses
     ghost_unwritten = []        # scored steps: a dict each
-    NO_STEP = 2**64 - 1         # in the hash, where the draws of training have their step
-
+    NO_STEP = 2**64 - 1         # in the hash, in the place of training's step
 
 def ghost_offsets(step):
     """Token offsets of the validation samples of all ranks: the same at every step unless they are resampled."""
     draw = hash64(seed, NO_STEP, step if ghost_val_resample else 0, np.arange(ghost_val_batch_size))
     return (draw % np.uint64(ghost_windows)).astype(np.int64)
-
 
 def ghost_begin_step():
     """If this step is scored, ghost_* <- the gradient of the mean validation loss; all ranks participate."""
@@ -467,15 +463,15 @@ def ghost_begin_step():
     if not ghost_scoring:
         return
     scale = 1
-    if scaler.is_enabled():     # float16's scale sits near overflow, so the validation pass uses an eighth of it
+    if scaler.is_enabled():     # float16's scale sits near overflow: each sample's loss gets an eighth of it
         scale = loss_scale * ghost_val_batch_size / samples_per_step / 8
     ghost_val_loss = torch.zeros((), device=device)
-    offsets = ghost_offsets(iter_num)[rank * ghost_rows:(rank + 1) * ghost_rows]
+    offsets = ghost_offsets(iter_num)[rank * ghost_per_rank:(rank + 1) * ghost_per_rank]
     model.eval()
-    for i in range(0, ghost_rows, batch_size):
-        sync_gradients(last=i + batch_size >= ghost_rows)
-        with autocast:          # not through DDP, which would lay out its buckets by this pass
-            loss = raw_model(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_rows
+    for i in range(0, ghost_per_rank, batch_size):
+        sync_gradients(last=i + batch_size >= ghost_per_rank)
+        with autocast:          # around DDP, whose buckets are laid out for training's passes; averaged below instead
+            loss = raw_model(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_per_rank
         (loss * scale).backward()
         ghost_val_loss += loss.detach()
     with torch.no_grad():
@@ -485,8 +481,7 @@ def ghost_begin_step():
     optimizer.zero_grad(set_to_none=not use_ddp)
     model.train()
 
-
-def ghost_table():
+def ghost_z():
     """What goes into the model beside a micro-batch: zeros (parameters, batch_size), or None if it is not scored."""
     global ghost_zeros
     ghost_zeros = None
@@ -494,36 +489,33 @@ def ghost_table():
         ghost_zeros = torch.zeros(len(ghost_names), batch_size, device=device, requires_grad=True)
     return ghost_zeros
 
-
 def ghost_end_micro_batch(losses):
     """After the backward pass of a micro-batch with these losses (batch_size,): keeps its dots, if it is scored."""
-    if ghost_scoring:   # the gradient is of the scaled mean loss: undo that, so that values depend on neither
+    if ghost_scoring:   # the gradients are of a scaled mean of losses: back to each sample's own loss
         dots = ghost_zeros.grad * (micro_batches * batch_size / loss_scale)     # (parameters, batch_size)
         if not ghost_per_param:
             dots = dots.sum(0, keepdim=True)                                    # (1, batch_size)
         ghost_columns.append(torch.cat((dots, losses.detach()[None])))
 
-
 def ghost_end_step(finite):
-    """After a step that was finite: its dots, of all ranks, become a row to write; all ranks participate."""
+    """After a step: if it was scored and finite, all ranks' dots become a record to write; all ranks participate."""
     if ghost_scoring and finite:
-        table = gather_samples(ghost_columns)                                   # (rows, samples of the global batch)
+        found = gather_samples(ghost_columns)                   # (parameters or 1, and 1 for the losses; global batch)
         val_loss = mean_over_ranks(ghost_val_loss).item()
-        if table.isfinite().all():
-            clip_coef = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
-            row = dict(iter=iter_num, lr=lr, clip_coef=clip_coef, val_loss=val_loss, grad_norm=grad_norm,
-                       dot_product=table[:-1].sum(0), loss=table[-1],
-                       offset=train_offsets(iter_num, np.arange(samples_per_step)))
+        if found.isfinite().all():
+            clip_coef = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0      # as clip_grad_norm_ has it
+            record = dict(iter=iter_num, lr=lr, clip_coef=clip_coef, val_loss=val_loss, grad_norm=grad_norm,
+                          dot_product=found[:-1].sum(0), loss=found[-1],
+                          offset=train_offsets(iter_num, np.arange(samples_per_step)))
             if ghost_per_param:
-                row['dot_product_per_param'] = table[:-1]
+                record['dot_product_per_param'] = found[:-1]
             if ghost_val_resample:
-                row['val_offset'] = ghost_offsets(iter_num)
-            ghost_unwritten.append(row)
+                record['val_offset'] = ghost_offsets(iter_num)
+            ghost_unwritten.append(record)
         else:
             say(f'step {iter_num}: not scored, since the validation gradient is not finite in {dtype}')
     if (iter_num + 1) % ghost_save_interval == 0:
         write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num + 1)
-
 
 # ---- gradient dumps --------------------------------------------------------------------------------------------------
 def dump_gradients():
@@ -535,10 +527,8 @@ def dump_gradients():
         if save_gradients(Path(out_dir, 'gradient_dumper', f'step{iter_num}'), gradients, grad_dump_save_first_n):
             say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - began:.2f} s')
 
-
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
-
 
 @torch.no_grad()
 def evaluate():
@@ -548,20 +538,20 @@ def evaluate():
     for split in ('train', 'val'):
         windows = bins[split][2] - block_size
         total = torch.zeros((), device=device)
-        for k in range(rank, rank + eval_iters, world_size):
-            j = k % eval_iters * batch_size + np.arange(batch_size)
+        for k in range(0, eval_iters, world_size):
+            batch = (k + rank) % eval_iters
+            j = batch * batch_size + np.arange(batch_size)
             X, Y = read_windows(split, j * windows // (eval_iters * batch_size))
             with autocast:
                 loss = model(X, Y).mean()
-            if k < eval_iters:              # a rank without a batch left still takes part: it may hold shards
+            if k + rank < eval_iters:       # a rank with no batch left still computes one, since it may hold shards
                 total += loss
             signals = mean_over_ranks(torch.full((), float(stop_signal), device=device))
             if signals.item() > 0:          # all ranks leave at the same batch
                 return None
-        means[split] = mean_over_ranks(total).item() * world_size / eval_iters
+        means[split] = mean_over_ranks(total).item() * world_size / eval_iters      # the sum over all batches / number
     model.train()
     return means
-
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 def finish_writing():
@@ -569,7 +559,6 @@ def finish_writing():
     if use_ghost:
         write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num)
     finish_saving(keep_checkpoints)
-
 
 def save(last, best):
     """ckpt.pt and/or best.pt, or ckpt_dcp/step_N: all that going on in any mode needs; all ranks participate."""
@@ -582,12 +571,9 @@ def save(last, best):
     save_checkpoint(out_dir, raw_model, optimizer, progress, last, best, sharded, checkpoint_async)
     if not checkpoint_async:
         finish_saving(keep_checkpoints)
-    names = ['checkpoint'] if last else []
-    if best:
-        names.append('best')
-    say(f'{"saving" if checkpoint_async else "saved"} step {iter_num} as {" and ".join(names)}; '
+    what = ' and '.join(name for name, wanted in (('checkpoint', last), ('best', best)) if wanted)
+    say(f'{"saving" if checkpoint_async else "saved"} step {iter_num} as {what}; '
         f'training waited {time.perf_counter() - began:.2f} s')
-
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 def start_wandb():
@@ -599,7 +585,6 @@ def start_wandb():
     except Exception as error:
         raise ValueError(f'wandb_log=True: {error}: run `wandb login`, or set WANDB_MODE=offline') from None
 
-
 if not eval_only:
     with one_line():
         check_out_dir(out_dir)      # makes it; all ranks participate
@@ -609,12 +594,11 @@ if not eval_only:
         begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 log_file = Path(out_dir, 'log.jsonl')
 
-
 def log(record):
     """A line of log.jsonl, and wandb."""
     if not master_process or eval_only:
         return
-    for name, value in record.items():      # JSON has no word for what is not finite
+    for name, value in record.items():      # JSON has no NaN
         if value is not None and not math.isfinite(value):
             record[name] = None
     try:
@@ -624,7 +608,6 @@ def log(record):
         say(f'warning: {log_file} is not written: {error.strerror}')
     if wandb_log:
         wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
-
 
 card = torch.cuda.get_device_name(device) if gpus else device
 peak = peak_flops(card)                     # None for a card it does not know
@@ -641,7 +624,6 @@ say(f'{max_iters:,} steps see {tokens_in_all:,} tokens, {tokens_in_all / bins["t
 if iter_num >= max_iters:
     say(f'step {iter_num:,} is reached already, so there is nothing to train')
 
-
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def on_signal(number, frame):
     """Finish the step, save, exit; the same signal again kills as usual."""
@@ -652,23 +634,23 @@ def on_signal(number, frame):
         with suppress(OSError):     # the terminal may be gone; print is not reentrant
             os.write(2, b'stopping after this step; the same signal again kills at once\n')
 
-
 for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
         signal.signal(getattr(signal, name), on_signal)
 model.train()
 X, Y = train_batch(iter_num, 0)
 if use_ddp and not eval_only:
-    # DDP lays out its buckets anew after its first backward pass, and sums over ranks in another order from then on;
-    # so that comes before the first step, or a resumed run would differ from an unbroken one in the last bits
+    # After its first backward pass DDP lays out its buckets anew, and sums over ranks in another order from then on. So
+    # one is thrown away here, or a resumed run would differ from an unbroken one in the last bits.
     with autocast:
-        loss = model(X, Y, ghost_table())
+        loss = model(X, Y, ghost_z())
     loss.mean().backward()
     optimizer.zero_grad(set_to_none=False)
-saved_at = start_iter
-if str(start['resumed_from']).endswith('best.pt'):    # then ckpt.pt is older, or missing
-    saved_at = 0
-stopping, sound = False, True       # sound: whether the last evaluation was finite
+saved_at = start_iter       # the step of the newest ckpt.pt
+if start['resumed_from'] and start['resumed_from'].endswith('best.pt'):
+    saved_at = 0            # it is older, or missing
+stopping = False            # by a signal
+sound = True                # whether the last evaluation was finite
 timed_from, clock = start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
@@ -696,6 +678,7 @@ while True:
                 sys.exit(1)
     if eval_only:
         break
+    # ckpt.pt is saved when due, at the end and before a stop; best.pt whenever the validation loss has improved
     if checkpoint_interval:
         due = iter_num % checkpoint_interval == 0
     else:
@@ -718,10 +701,10 @@ while True:
     for micro in range(micro_batches):
         sync_gradients(last=micro == micro_batches - 1)
         with autocast:
-            losses = model(X, Y, ghost_table())                         # (batch_size,)
+            losses = model(X, Y, ghost_z())     # (batch_size,): on a GPU only their mean or sum has a gradient
             loss = losses.mean() / micro_batches
-        following = micro + 1               # fetched while the GPU works
-        X, Y = train_batch(iter_num + following // micro_batches, following % micro_batches)
+        following = micro + 1               # after the last one: the next step's first
+        X, Y = train_batch(iter_num + following // micro_batches, following % micro_batches)    # while the GPU works
         scaler.scale(loss).backward()
         train_loss += loss.detach()
         if use_ghost:
@@ -730,29 +713,30 @@ while True:
     scaler.unscale_(optimizer)              # nothing unless float16
     if grad_dump:
         dump_gradients()
-    grad_norm = full(torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)).to(device)
-    # the step's only wait for the GPU, but for a loss scale; all ranks get the same numbers and so decide alike
+    grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)      # inf only measures it
+    grad_norm = full(grad_norm).to(device)
+    # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
     stop = torch.full((), stop_signal, device=device)
     numbers = mean_over_ranks(torch.stack([n.float() for n in (train_loss, grad_norm, stop)]))
     train_loss, grad_norm, stop = numbers.tolist()
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
-        scaler.step(optimizer)
+        scaler.step(optimizer)              # optimizer.step(), and in float16 the scale may grow
         scaler.update()
-    elif scaler.is_enabled() and math.isfinite(train_loss) and loss_scale > 1:
-        pass            # a normal float16 overflow: skip the step, lower the scale
-    elif on_nonfinite == 'skip':
-        say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: skipped')
     else:
-        say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: stopped before the update; '
-            'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
-        finish_writing()
-        sys.exit(1)
-    if scaler.is_enabled() and not finite:  # by hand, since the scaler would look at this rank's own gradients
-        scaler.update(loss_scale * scaler.get_backoff_factor())
-        scaler.load_state_dict({**scaler.state_dict(), '_growth_tracker': 0})
-    optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's stay in its buckets: freed, the next would be a second copy
+        overflow = scaler.is_enabled() and math.isfinite(train_loss) and loss_scale > 1     # normal in float16
+        if scaler.is_enabled():             # by hand, since the scaler would look at this rank's own gradients
+            scaler.update(loss_scale * scaler.get_backoff_factor())
+            scaler.load_state_dict({**scaler.state_dict(), '_growth_tracker': 0})
+        if not overflow and on_nonfinite == 'skip':
+            say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: skipped')
+        elif not overflow:
+            say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: stopped before the update; '
+                'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
+            finish_writing()
+            sys.exit(1)
+    optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's gradients are views into its buckets, and have to stay
     if use_ghost:
         ghost_end_step(finite)
     iter_num += 1
@@ -772,8 +756,8 @@ while True:
                  grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu,
                  memory_gib=memory))
     if iter_num == start_iter + 1 and gpus:
-        stays, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
-        say(f'rank 0 after the first step: {stays:,.1f} MiB allocated, peak {highest:,.1f}')
+        now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
+        say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
     finish_saving(keep_checkpoints, wait=False)
 
 finish_writing()
@@ -783,8 +767,5 @@ if distributed:
     dist.barrier()      # lets gloo's threads drop their last tensors: in an interpreter that is ending that would abort
     dist.destroy_process_group()
 if stopping:
-    if eval_only:
-        say(f'stopped by a signal after {iter_num} steps')
-    else:
-        say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
+    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
     sys.exit(128 + (stop_signal or signal.SIGTERM))

@@ -142,7 +142,8 @@ def read_progress(folder):
     try:
         ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
         for group in ckpt['param_groups']:
-            group['betas'] = tuple(group['betas'])      # JSON has no tuple
+            if 'betas' in group:
+                group['betas'] = tuple(group['betas'])      # JSON has no tuple
         ckpt['model_args'], ckpt['iter_num']
     except (OSError, ValueError, LookupError, TypeError) as error:
         cause = error if isinstance(error, PermissionError) else None

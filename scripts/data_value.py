@@ -5,7 +5,7 @@ python scripts/data_value.py OUT_DIR [--out=FOLDER] [--top=N]     FOLDER default
 Writes windows.csv and windows.jsonl (every window, the best first; the latter with its text), domains.csv and
 data_value.png. The value of a sample at a step, lr * clip_coef * dot / B with B samples in the step, is the decrease of
 the validation loss that its gradient predicts to first order, in nats per token; a window's value is the sum over the
-run. It is that of plain gradient descent, whatever the optimizer; README says how to read it.
+run. It is that of plain gradient descent, whatever the optimizer; docs/values.md says how to read it.
 """
 import csv
 import io

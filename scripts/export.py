@@ -16,6 +16,7 @@ script read the folder as the model without biases again.
 """
 import json
 import os
+import re
 import shutil
 import sys
 from contextlib import suppress
@@ -33,6 +34,10 @@ from scripts.common import find_tokenizer, note, one_line_parser, printing
 from weights import TRANSPOSED, newest_checkpoint, read_checkpoint, why
 
 
+GPT2_NAMES = re.compile(r'transformer\.(wte|wpe)\.weight|lm_head\.weight|transformer\.(ln_f|h\.\d+\.(ln_1|ln_2|'
+                        r'attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj))\.(weight|bias)')
+
+
 def write_sharded(ckpt, folder):
     """Tensors by torch.distributed.checkpoint, all else in state.json."""
     rest = {name: value for name, value in ckpt.items() if name not in ('model', 'optimizer')}
@@ -47,8 +52,12 @@ def write_sharded(ckpt, folder):
 
 def write_hf(ckpt, folder, tokenizer):
     """GPT-2 as transformers keeps it: Linear weights (in, out), all biases, config.json, the tokenizer's files. What
-    this form cannot say, checkpoint.load_hf finds under the key "flatgpt" of config.json."""
+    this form cannot say, weights.load_hf finds under the key "flatgpt" of config.json."""
     args, meta, weights = ckpt['model_args'], ckpt['meta'] or {}, dict(ckpt['model'])
+    for name, weight in weights.items():
+        if not GPT2_NAMES.fullmatch(name) or (name.endswith('c_fc.weight') and len(weight) != 4 * args['n_embd']):
+            raise ValueError(f'{name}, {tuple(weight.shape)}: the Hugging Face form has no place for what GPT-2 does not '
+                             "have; --to=full and --to=sharded keep a fork's model")
     record, vocab_size, eot = {'bias': args['bias']}, meta.get('vocab_size') or args['vocab_size'], meta.get('eot')
     if tokenizer:
         vocab_size, eot = tokenizer.vocab_size, tokenizer.eot

@@ -354,7 +354,8 @@ def test_help_with_plain_section_comments(tmp_path):
     lines = out.splitlines()
     assert lines.index('data:') < lines.index('model:') and 'defaults' not in out
     assert max(map(len, lines)) <= 80 and out.count('word') == 40
-    silent = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env={**env, 'LOCAL_RANK': '1'},
+    silent = subprocess.run([sys.executable, str(tmp_path / 'run.py'), '--help'], env={
+        **env, 'RANK': '1', 'LOCAL_RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29999'},
                             capture_output=True, text=True, check=True)
     assert silent.stdout == silent.stderr == ''
 

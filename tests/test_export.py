@@ -21,6 +21,7 @@ SCRIPT = os.path.join(ROOT, 'scripts', 'export.py')
 sys.path.insert(0, ROOT)
 from data.corpus import get_tokenizer  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
+from scripts.export import write_hf  # noqa: E402
 
 ARGS = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=64, dropout=0.0, gelu='tanh')
 
@@ -238,6 +239,16 @@ def test_a_tokenizer_without_such_files_is_told(tmp_path):
     torch.save(ckpt, tmp_path / 'a.pt')
     export(tmp_path / 'a.pt', tmp_path / 'hf', '--to=hf', notes=1)
     assert files(tmp_path / 'hf') == ['config.json', 'model.safetensors']
+
+
+@pytest.mark.parametrize('name, shape', [('transformer.h.0.mlp.gate.weight', (128, 32)), ('transformer.ln_e.weight', (32,)),
+                                         ('transformer.h.1.mlp.c_fc.weight', (64, 32))])
+def test_a_forks_model_has_no_hf_form(tmp_path, name, shape):
+    _, ckpt = trained()
+    ckpt['model'][name] = torch.zeros(shape)
+    with pytest.raises(ValueError, match='--to=full'):
+        write_hf(ckpt, tmp_path, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_hf_folder_in_several_files(tmp_path):
