@@ -31,7 +31,7 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
 from data.bins import write_file
 from data.corpus import EOT, tiktoken_files
 from scripts.common import find_tokenizer, note, one_line_parser, printing
-from weights import TRANSPOSED, newest_checkpoint, read_checkpoint, why
+from weights import TRANSPOSED, newest_checkpoint, one_process_too, read_checkpoint, why
 
 
 GPT2_NAMES = re.compile(r'transformer\.(wte|wpe)\.weight|lm_head\.weight|transformer\.(ln_f|h\.\d+\.(ln_1|ln_2|'
@@ -47,7 +47,8 @@ def write_sharded(ckpt, folder):
         name: {'step': torch.tensor(0.0), 'exp_avg': torch.zeros_like(w), 'exp_avg_sq': torch.zeros_like(w)}
         for name, w in weights.items()}
     write_file(Path(folder, 'state.json'), json.dumps(rest).encode())
-    dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
+    with one_process_too():
+        dcp.save({'model': weights, 'optimizer': {'state': state}}, checkpoint_id=folder, no_dist=True)
 
 
 def write_hf(ckpt, folder, tokenizer):
@@ -56,8 +57,8 @@ def write_hf(ckpt, folder, tokenizer):
     args, meta, weights = ckpt['model_args'], ckpt['meta'] or {}, dict(ckpt['model'])
     for name, weight in weights.items():
         if not GPT2_NAMES.fullmatch(name) or (name.endswith('c_fc.weight') and len(weight) != 4 * args['n_embd']):
-            raise ValueError(f'{name}, {tuple(weight.shape)}: the Hugging Face form has no place for what GPT-2 does not '
-                             "have; --to=full and --to=sharded keep a fork's model")
+            raise ValueError(f'{name}, {tuple(weight.shape)}: the Hugging Face form has no place for what GPT-2 does '
+                             "not have; --to=full and --to=sharded keep a fork's model")
     record, vocab_size, eot = {'bias': args['bias']}, meta.get('vocab_size') or args['vocab_size'], meta.get('eot')
     if tokenizer:
         vocab_size, eot = tokenizer.vocab_size, tokenizer.eot

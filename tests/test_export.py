@@ -241,8 +241,9 @@ def test_a_tokenizer_without_such_files_is_told(tmp_path):
     assert files(tmp_path / 'hf') == ['config.json', 'model.safetensors']
 
 
-@pytest.mark.parametrize('name, shape', [('transformer.h.0.mlp.gate.weight', (128, 32)), ('transformer.ln_e.weight', (32,)),
-                                         ('transformer.h.1.mlp.c_fc.weight', (64, 32))])
+@pytest.mark.parametrize('name, shape', [
+    ('transformer.h.0.mlp.gate.weight', (128, 32)), ('transformer.ln_e.weight', (32,)),
+    ('transformer.h.1.mlp.c_fc.weight', (64, 32))])
 def test_a_forks_model_has_no_hf_form(tmp_path, name, shape):
     _, ckpt = trained()
     ckpt['model'][name] = torch.zeros(shape)
