@@ -14,6 +14,7 @@ Every global of the next section is set by a config file of `name = value` lines
 All modes compute the same up to rounding: for one global batch they give the same losses and weights, but for dropout,
 whose masks differ from rank to rank.
 """
+import atexit
 import json
 import math
 import os
@@ -298,6 +299,9 @@ if distributed:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
     patience.cancel()
+    # A thread of gloo's drops a tensor some time after the exchange, barrier or not, and needs Python's lock for it. If
+    # Python is ending then, versions before 3.14 abort the process: so give the threads time, however the run ends.
+    atexit.register(time.sleep, 0.5)
 
 
 def mean_over_ranks(tensor):
@@ -780,7 +784,7 @@ finish_writing()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
 if distributed:
-    dist.barrier()      # lets gloo's threads drop their last tensors: in an interpreter that is ending that would abort
+    dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
 if stopping:
     if eval_only:
