@@ -39,8 +39,9 @@ def become_rank(argv, rank, ranks, port, told):
     """In a fork: run train.py to its end, as this rank; what it prints goes to a file."""
     code = 1
     try:
-        for number in (1, 2):
-            os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
         if ranks > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_PORT=port,
                               MASTER_ADDR='127.0.0.1')
@@ -56,7 +57,7 @@ def become_rank(argv, rank, ranks, port, told):
 
 
 def live(argv, ranks, told, number=None, kill_after=0.0):
-    """One life of a run; all ranks get signal `number` after so many seconds. Returns the exit codes, and whether the
+    """One life of a run; all ranks get signal `number` after so many seconds. Returns their exit codes, and whether the
     signal came before the end."""
     port, pids, codes = free_port(), [], {}
     for rank in range(ranks):
@@ -65,22 +66,22 @@ def live(argv, ranks, told, number=None, kill_after=0.0):
             become_rank(argv, rank, ranks, port, told)
         pids.append(pid)
         os.setpgid(pid, pids[0])
-    began, killed, give_up_at = time.monotonic(), False, time.monotonic() + 120
+    began = time.monotonic()
+    killed, give_up_at = False, began + 300
     while len(codes) < ranks:
-        for pid in pids:
-            if pid not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
+        for pid in set(pids) - set(codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
         if number and not killed and not codes and time.monotonic() > began + kill_after:
             os.killpg(pids[0], number)
             killed = True
         if any(codes.values()):         # as torchrun does: a rank that has failed ends the others
             give_up_at = min(give_up_at, time.monotonic() + 10)
-        if time.monotonic() > give_up_at:
+        if len(codes) < ranks and time.monotonic() > give_up_at:
             os.killpg(pids[0], signal.SIGKILL)
         time.sleep(0.002)
-    return [codes[pid] for pid in pids], killed
+    return list(codes.values()), killed
 
 
 def remains(out):
@@ -107,11 +108,9 @@ def chaos(folder, argv, ranks, kills, draw):
     if any(codes):
         return done, f'the unbroken run: exit codes {codes}'
     while True:
-        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-        if done == kills:
-            number = None
+        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]) if done < kills else None
         codes, killed = live([*argv, f'--out_dir={folder / "killed"}', '--init_from=auto'], ranks,
-                             folder / f'killed{done}.txt', number, draw.uniform(0, length))
+                             folder / f'killed{done}.txt', number, draw.uniform(0, 0.7 * length))
         if not any(codes):
             break
         if not killed or (number == signal.SIGKILL and set(codes) != {-signal.SIGKILL}):
@@ -137,8 +136,7 @@ def main():
         folder.mkdir()
         argv = [f'--dataset={data}', *TINY, f'--max_iters={STEPS}', f'--lr_decay_iters={STEPS}',
                 '--checkpoint_interval=3', '--keep_checkpoints=2', *FORMATS[format], *MODES[mode], *EXTRAS[extra]]
-        ranks = 1 if mode == 'plain' else 2
-        done, problem = chaos(folder, argv, ranks, kills, random.Random(f'{seed} {form}'))
+        done, problem = chaos(folder, argv, 1 if mode == 'plain' else 2, kills, random.Random(f'{seed} {form}'))
         print(f'{form:22} {done:5}  {"no: " + problem if problem else "yes"}', flush=True)
         forms += 1
         if not problem:
