@@ -300,7 +300,7 @@ if distributed:
                             device_id=torch.device(device) if gpus else None)
     patience.cancel()
     # A thread of gloo's drops a tensor some time after the exchange, barrier or not, and needs Python's lock for it. If
-    # Python is ending then, versions before 3.14 abort the process: so give the threads time, however the run ends.
+    # Python is ending then, the process aborts: so the threads are given time, however the run ends.
     atexit.register(time.sleep, 0.5)
 
 
