@@ -14,6 +14,7 @@ Every global of the next section is set by a config file of `name = value` lines
 All modes compute the same up to rounding: for one global batch they give the same losses and weights, but for dropout,
 whose masks differ from rank to rank.
 """
+import atexit
 import json
 import math
 import os
@@ -240,6 +241,9 @@ if distributed:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
     waiting.cancel()
+    # Some time after an exchange a thread of gloo's drops its last tensor, and needs Python's lock for it. If Python is
+    # ending then, the process aborts. So these threads are given time, however the run ends.
+    atexit.register(time.sleep, 0.5)
 
 def mean_over_ranks(tensor):
     """A new tensor, the same on every rank; all ranks participate."""
@@ -764,7 +768,7 @@ finish_writing()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
 if distributed:
-    dist.barrier()      # lets gloo's threads drop their last tensors: in an interpreter that is ending that would abort
+    dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')

@@ -737,7 +737,7 @@ def test_two_prepares_do_not_meet_in_one_folder(tmp_path):
             error = run(f"data/{script}/prepare.py", "--out_dir", out, *more, code=1)
             assert f"--out_dir {out}: another prepare.py is at work" in error
         first.kill()  # and the lock is gone
-    assert local(out, *args).startswith("going on after")
+    local(out, *args)
     assert load(out)[0]["documents"] == 4000
 
 
@@ -1024,12 +1024,14 @@ def test_find_bin_says_what_is_wrong(tmp_path, monkeypatch):
 def test_a_bin_that_shrinks_is_one_line(tmp_path):
     path = tmp_path / "train.bin"
     np.arange(10, dtype="<u2").tofile(path)
-    with open(path, "rb") as f:
-        assert bins.read_tokens(f, np.dtype("<u2"), 3, 4).tolist() == [3, 4, 5, 6]
-        os.truncate(path, 12)
-        assert bins.read_tokens(f, np.dtype("<u2"), 2, 4).tolist() == [2, 3, 4, 5]
-        with pytest.raises(ValueError, match="train.bin ends at token 6"):
-            bins.read_tokens(f, np.dtype("<u2"), 5, 4)
+    bin = path, np.dtype("<u2"), 10
+    assert bins.read_tokens(bin, np.array([3, 0]), 4, 10).tolist() == [[3, 4, 5, 6], [0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="train.bin has token id 6"):
+        bins.read_tokens(bin, np.array([3]), 4, 6)
+    os.truncate(path, 12)
+    assert bins.read_tokens(bin, np.array([2]), 4, 10).tolist() == [[2, 3, 4, 5]]
+    with pytest.raises(ValueError, match="train.bin ends at token 6"):
+        bins.read_tokens(bin, np.array([5]), 4, 10)
 
 
 def test_fingerprints_tell_bins_apart(tmp_path):

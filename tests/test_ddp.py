@@ -152,7 +152,7 @@ def test_there_is_one_copy_of_the_gradients(fork, tmp_path, args):
 import model
 forward, places = model.GPT.forward, []
 def looking(self, *a, **k):
-    if self.training:
+    if self.training and not a[0].is_meta:
         places.append([p.grad.data_ptr() for p in self.parameters() if p.requires_grad and p.grad is not None])
     return forward(self, *a, **k)
 model.GPT.forward = looking

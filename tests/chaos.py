@@ -1,0 +1,153 @@
+"""
+Kill runs at random moments, start them again, and compare what they leave with unbroken runs, bit for bit.
+
+    python tests/chaos.py [--kills=N] [--seed=S] [--only=WORD]
+
+kills: of every form, 2 by default; seed: of their moments; only: forms with this word in their name. By hand, not by
+pytest: it takes some minutes. Exit code 1 if a run did not recover; its folder is kept.
+"""
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch._dynamo                        # here once, not in every life: it takes seconds
+import torch.distributed.fsdp  # noqa: F401
+
+from conftest import ROOT, TINY, TRAIN, free_port, write_dataset
+from modes_helper import read_dcp, read_dots  # and lets the next one be found
+from weights import read_checkpoint
+
+STEPS = 60
+MODES = {'plain': [], 'ddp2': [], 'fsdp2': ['--use_fsdp=True']}
+FORMATS = {'full': [], 'sharded': ['--checkpoint_format=sharded'],
+           'async': ['--checkpoint_format=sharded', '--checkpoint_async=True']}
+EXTRAS = {'bare': [], 'ghost': ['--use_ghost=True', '--ghost_per_param=True', '--ghost_save_interval=4'],
+          'dumps': ['--grad_dump=True', '--grad_dump_step_interval=7']}
+TIMES = ('ms', 'tokens_per_s', 'mfu', 'memory_gib')     # in log.jsonl
+
+
+def become_rank(argv, rank, ranks, port, told):
+    """In a fork: run train.py to its end, as this rank; what it prints goes to a file."""
+    code = 1
+    try:
+        file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        if ranks > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_PORT=port,
+                              MASTER_ADDR='127.0.0.1')
+        sys.path[0], sys.argv = ROOT, [TRAIN, *argv]
+        runpy.run_path(TRAIN, run_name='__main__')
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    os._exit(code)      # taking torch down takes as long as the run
+
+
+def live(argv, ranks, told, number=None, kill_after=0.0):
+    """One life of a run; all ranks get signal `number` after so many seconds. Returns their exit codes, and whether the
+    signal came before the end."""
+    port, pids, codes = free_port(), [], {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            become_rank(argv, rank, ranks, port, told)
+        pids.append(pid)
+        os.setpgid(pid, pids[0])
+    began = time.monotonic()
+    killed, give_up_at = False, began + 300
+    while len(codes) < ranks:
+        for pid in set(pids) - set(codes):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if number and not killed and not codes and time.monotonic() > began + kill_after:
+            os.killpg(pids[0], number)
+            killed = True
+        if any(codes.values()):         # as torchrun does: a rank that has failed ends the others
+            give_up_at = min(give_up_at, time.monotonic() + 10)
+        if len(codes) < ranks and time.monotonic() > give_up_at:
+            os.killpg(pids[0], signal.SIGKILL)
+        time.sleep(0.002)
+    return list(codes.values()), killed
+
+
+def remains(out):
+    """{name: tensor or text} of what a run has left."""
+    newest = read_checkpoint(str(out))
+    found = {f'model.{name}': tensor for name, tensor in newest['model'].items()}
+    for name, state in newest['optimizer']['state'].items():
+        found.update({f'optimizer.{name}.{key}': value for key, value in state.items()})
+    if (out / 'grad_dotprods').is_dir():
+        found.update({f'ghost.{column}': rows for column, rows in read_dots(out).items()})
+    for folder in (out / 'gradient_dumper').glob('*'):
+        found.update({f'{folder.name}.{name}': tensor for name, tensor in read_dcp(folder / 'sharded').items()})
+    for number, line in enumerate((out / 'log.jsonl').read_text().splitlines()):
+        words = {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        found[f'log.jsonl line {number}'] = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+    return found
+
+
+def chaos(folder, argv, ranks, kills, draw):
+    """(kills, what went wrong or '') of a run that is killed so often, beside an unbroken one; both in `folder`."""
+    began = time.monotonic()
+    codes, _ = live([*argv, f'--out_dir={folder / "unbroken"}'], ranks, folder / 'unbroken.txt')
+    length, done = time.monotonic() - began, 0
+    if any(codes):
+        return done, f'the unbroken run: exit codes {codes}'
+    while True:
+        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]) if done < kills else None
+        codes, killed = live([*argv, f'--out_dir={folder / "killed"}', '--init_from=auto'], ranks,
+                             folder / f'killed{done}.txt', number, draw.uniform(0, 0.7 * length))
+        if not any(codes):
+            break
+        if not killed or (number == signal.SIGKILL and set(codes) != {-signal.SIGKILL}):
+            return done, f'life {done}: exit codes {codes}'
+        done += 1
+    a, b = remains(folder / 'unbroken'), remains(folder / 'killed')
+    differ = [name for name in {**a, **b} if name not in a or name not in b or not torch.equal(a[name], b[name])]
+    return done, f'{len(differ)} things differ: {", ".join(differ[:3])}' if differ else ''
+
+
+def main():
+    given = dict(argument.lstrip('-').split('=') for argument in sys.argv[1:])
+    kills, seed, only = int(given.get('kills', 2)), int(given.get('seed', 1)), given.get('only', '')
+    torch.set_num_threads(1)
+    top, draw, recovered, forms = Path(tempfile.mkdtemp(prefix='chaos')), random.Random(seed), 0, 0
+    data = write_dataset(top / 'data', ''.join(draw.choices('abcdefgh ,.\n', k=20000)))
+    print(f'{"form":22} kills  recovered')
+    for format, mode, extra in product(FORMATS, MODES, EXTRAS):
+        form = f'{format} {mode} {extra}'
+        if only not in form:
+            continue
+        folder = top / form.replace(' ', '_')
+        folder.mkdir()
+        argv = [f'--dataset={data}', *TINY, f'--max_iters={STEPS}', f'--lr_decay_iters={STEPS}',
+                '--checkpoint_interval=3', '--keep_checkpoints=2', *FORMATS[format], *MODES[mode], *EXTRAS[extra]]
+        done, problem = chaos(folder, argv, 1 if mode == 'plain' else 2, kills, random.Random(f'{seed} {form}'))
+        print(f'{form:22} {done:5}  {"no: " + problem if problem else "yes"}', flush=True)
+        forms += 1
+        if not problem:
+            recovered += 1
+            shutil.rmtree(folder)
+    if recovered < forms:
+        print(f'{forms - recovered} of {forms} have not recovered: {top}')
+        return 1
+    shutil.rmtree(top)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
