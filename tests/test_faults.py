@@ -91,7 +91,7 @@ def test_two_runs_in_one_folder(fork, tiny, tmp_path):
         for args in ([], ['--overwrite=True'], ['--init_from=auto']):
             if args:
                 line = fork(tmp_path, *args, rc=None, warn=False)
-                assert line.codes == [2] and f'process {first.pid} on ' in line.err and 'another run' in line.err, line.err
+                assert line.codes == [2] and f'process {first.pid} on ' in line.err, line.err
         assert first.poll() is None and (tmp_path / 'out' / 'log.jsonl').is_file()
     finally:
         first.kill()
@@ -169,7 +169,8 @@ def test_a_full_disk_under_ddp_is_one_line(train, fork, tmp_path):
 
 def test_weights_and_text_must_belong_together(fork, tmp_path):
     """nanoGPT's checkpoints do not hold their alphabet: its size tells."""
-    small, large = (write_dataset(tmp_path / name, text * 1000) for name, text in (('s', 'abcdefg\n'), ('l', 'abcdefgh\n')))
+    small = write_dataset(tmp_path / 'small', 'abcdefg\n' * 1000)
+    large = write_dataset(tmp_path / 'large', 'abcdefgh\n' * 1000)
     fork(tmp_path, f'--dataset={large}', '--max_iters=2')
     ckpt = ckpt_of(tmp_path / 'out')
     del ckpt['meta']
@@ -179,7 +180,8 @@ def test_weights_and_text_must_belong_together(fork, tmp_path):
     assert '9 token ids' in line and 'has 8' in line and '--new_tokenizer=True' in line, line
     line = fork(tmp_path, f'--dataset={small}', '--init_from=out/ckpt.pt', '--out_dir=out2', rc=2)
     assert '--new_tokenizer=True' in line
-    fork(tmp_path, f'--dataset={small}', '--init_from=out/ckpt.pt', '--out_dir=out2', '--new_tokenizer=True', '--max_iters=1')
+    fork(tmp_path, f'--dataset={small}', '--init_from=out/ckpt.pt', '--out_dir=out2', '--new_tokenizer=True',
+         '--max_iters=1')
     fork(tmp_path, f'--dataset={large}', '--init_from=resume', '--max_iters=3')
 
 
@@ -210,7 +212,8 @@ def evil_pickles(path):
         elif number == 1:       # a global whose module only looks like one that belongs there
             yield b'cpathlib\nos.system\n(S"touch %s"\ntR.' % os.fsencode(mark)
         elif number == 2:
-            yield b'\x80\x04\x8c\x07pathlib\x8c\x09os.system\x93\x8c%c%s\x85R.' % (len(f'touch {mark}'), f'touch {mark}'.encode())
+            command = f'touch {mark}'.encode()
+            yield b'\x80\x04\x8c\x07pathlib\x8c\x09os.system\x93\x8c%c%s\x85R.' % (len(command), command)
         elif number == 3:
             found.planner_data = evil
         elif number == 4:
@@ -235,8 +238,9 @@ def test_nothing_in_a_sharded_checkpoint_is_executed(fork, tmp_path, sharded, nu
     (dump / '.metadata').write_bytes(content)
     fork(tmp_path, '--init_from=resume', '--max_iters=3', rc=2)
     fork(tmp_path, f'--init_from={folder}', '--out_dir=new', rc=2)
-    for script, *args in (('export.py', folder, 'dst', '--to=full'), ('load_grads.py', 'norms', dump),
-                          ('sample.py', f'--out_dir={folder}')):
+    scripts = (('export.py', folder, 'dst', '--to=full'), ('load_grads.py', 'norms', dump),
+               ('sample.py', f'--out_dir={folder}'))
+    for script, *args in scripts[number % 4:number % 4 + 1]:        # each in two of the eight
         done = subprocess.run([sys.executable, os.path.join(ROOT, 'scripts', script), *map(str, args)], cwd=tmp_path,
                               env=ENV, capture_output=True, text=True)
         assert done.returncode in (1, 2) and done.stderr.count('\n') == 1, done.stderr

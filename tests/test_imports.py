@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-NAMES = ('data', 'scripts', 'model', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins', 'corpus', 'tests',
-         'train', 'plot', 'sample', 'export', 'bench')
+NAMES = ('data', 'scripts', 'model', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins', 'corpus',
+         'tests', 'train', 'plot', 'sample', 'export', 'bench')
 
 
 def below(*patterns):
@@ -53,8 +53,8 @@ def test_as_a_user_sets_pythonpath(foreign, script):
 
 def test_importing_leaves_the_path_alone():
     """In Python from the repository's folder, as README shows it."""
-    modules = ('checkpoint, weights, configurator, data.bins, data.corpus, kernels, model, scripts.common, scripts.data_value, '
-               'scripts.export, scripts.load_grads, scripts.plot')
+    modules = ('checkpoint, weights, configurator, data.bins, data.corpus, kernels, model, scripts.common, '
+               'scripts.data_value, scripts.export, scripts.load_grads, scripts.plot')
     code = f'''import sys
 path = list(sys.path)
 import {modules}
