@@ -224,6 +224,17 @@ def record(mode, what, difference):
     return difference
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, 'workeroutput'):     # one of several processes: what it has measured goes to the first
+        session.config.workeroutput['worst'] = [[*key, value] for key, value in WORST.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for mode, what, difference in getattr(node, 'workeroutput', {}).get('worst', []):
+        record(mode, what, difference)
+
+
 def pytest_terminal_summary(terminalreporter):
     modes, kinds = ([*dict.fromkeys(key[i] for key in WORST)] for i in (0, 1))
     if WORST:
@@ -238,8 +249,8 @@ def ckpt_of(out, name='ckpt.pt'):
     return torch.load(out / name, map_location='cpu', weights_only=True)
 
 
-SLOW = ['test_data', 'test_data_slow', 'test_bench', 'test_find_noise', 'test_train', 'test_ddp', 'test_dumps',
-        'test_ghost', 'test_modes']
+SLOW = ['test_modes', 'test_data', 'test_train', 'test_ghost', 'test_bench', 'test_data_slow', 'test_dumps', 'test_ddp',
+        'test_find_noise']      # the longest first, so that two processes end together
 
 
 def pytest_collection_modifyitems(items):
