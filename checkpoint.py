@@ -83,6 +83,7 @@ def find_start(config, given, meta, shape_names):
     sharded         whether each rank is to read its part of that; otherwise model and optimizer are whole, on rank 0
     leftovers       names of an earlier run's files that a new run deletes
     passed_over     {path: what is wrong with it} of newer checkpoints, which do not load
+    told            lines for the user
     Raises ValueError (one line) if there is none to resume, it does not fit the settings, or a new run would come upon
     an earlier one's files.
     """
@@ -99,7 +100,7 @@ def choose_start(config, given, meta, shape_names):
     shape_given = given.intersection(shape_names)
     leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
     start = {'iter_num': 0, 'samples_seen': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
-    facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}}
+    facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}, 'told': []}
     if init_from in ('resume', 'auto'):
         facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
     if facts['resumed_from'] is not None:
@@ -109,10 +110,9 @@ def choose_start(config, given, meta, shape_names):
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
-        for problem in facts['passed_over'].values():
-            print(f'passed over, since it does not load: {problem}', flush=True)
+        facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
-        print('; '.join(told + changes(start, config, meta, shape_names)), flush=True)
+        facts['told'].append('; '.join(told + changes(start, config, meta, shape_names)))
         return {**start, **facts}
     if init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
@@ -260,8 +260,6 @@ def lock(out_dir):
 def begin_out_dir(out_dir, start, config, evaluates):
     """Rank 0's first writes: a new run deletes an earlier one's files, one that goes on what came after its checkpoint;
     and config.json. evaluates: whether the run begins with an evaluation."""
-    if start['leftovers']:      # overwrite=True, or a restart before the first checkpoint
-        print(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}', flush=True)
     for name in start['leftovers']:
         remove(Path(out_dir, name))
     for path in start['passed_over']:       # out of the way of what comes, but not lost

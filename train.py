@@ -284,6 +284,8 @@ if use_ghost:
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
     start = find_start(config, given, meta, shape_names)
+for line in start['told']:
+    say(line)
 model_args, iter_num, best_val_loss = start['model_args'], start['iter_num'], start['best_val_loss']
 shape = {name: model_args[name] for name in shape_names}
 config.update(shape)
@@ -594,6 +596,8 @@ if not eval_only:
         check_out_dir(out_dir)      # makes it; all ranks participate
         if wandb_log:
             on_rank0(start_wandb)
+    if start['leftovers']:          # by overwrite=True, or after a run that died before its first checkpoint
+        say(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}')
     if master_process:
         begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 log_file = Path(out_dir, 'log.jsonl')
