@@ -251,15 +251,16 @@ def lock(out_dir):
                          '--out_dir') from None
     except OSError:
         return
-    file.truncate(0)
-    file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
-    file.flush()
     locks.append(file)      # open until the end
 
 
 def begin_out_dir(out_dir, start, config, evaluates):
     """Rank 0's first writes: a new run deletes an earlier one's files, one that goes on what came after its checkpoint;
     and config.json. evaluates: whether the run begins with an evaluation."""
+    for file in locks:
+        file.truncate(0)
+        file.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+        file.flush()
     for name in start['leftovers']:
         remove(Path(out_dir, name))
     for path in start['passed_over']:       # out of the way of what comes, but not lost

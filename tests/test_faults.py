@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata
 
 from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, full_disk, log_of, tree, write_dataset
@@ -265,8 +264,6 @@ def test_bytes_in_a_sharded_checkpoint_are_not_unpickled(fork, tmp_path, sharded
         assert set(done.codes) == {2} and done.err.count('\n') == 1, done.err
         fork(tmp_path, f'--init_from={folder}', '--out_dir=new', rc=2)
     assert not (tmp_path / 'executed').exists()
-    with pytest.raises(Exception):      # what torch alone would have done
-        dcp.load({'model.transformer.wte.weight': torch.zeros(1)}, checkpoint_id=folder, no_dist=True)
 
 
 def test_sizes_that_no_memory_holds(train, tmp_path):
