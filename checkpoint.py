@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -355,6 +356,7 @@ def save_sharded(folder, tensors, rest, in_background, on_disk):
     if in_background:
         if dist.is_initialized() and not saver_group:
             saver_group.append(dist.new_group(backend='gloo'))
+        warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # comes from a thread, later
         with one_process_too():
             saving['future'] = dcp.async_save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized(),
                                               process_group=saver_group[0] if saver_group else None)

@@ -12,4 +12,4 @@ if [ "${1:-}" = quick ]; then
            tests/test_ghost.py::test_float64_against_brute_force
            --deselect tests/test_configurator.py::test_one_line_under_torchrun)    # 17 s
 fi
-"$PYTHON" -m pytest -n 2 --dist=loadfile ${tests[@]+"${tests[@]}"} "$@"     # two processes, a file each in turn
+"$PYTHON" -m pytest ${tests[@]+"${tests[@]}"} "$@"

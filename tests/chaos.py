@@ -122,6 +122,8 @@ def chaos(folder, argv, ranks, kills, draw):
 
 
 def main():
+    if '--help' in sys.argv:
+        sys.exit(print(__doc__))
     given = dict(argument.lstrip('-').split('=') for argument in sys.argv[1:])
     kills, seed, only = int(given.get('kills', 2)), int(given.get('seed', 1)), given.get('only', '')
     torch.set_num_threads(1)

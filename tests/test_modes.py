@@ -643,7 +643,6 @@ def test_torchrun_restarts_by_itself(run, tiny, tmp_path):
         (None, ['--checkpoint_async=True'], 'checkpoint_format=sharded'),
         (None, ['--checkpoint_format=dcp'], 'checkpoint_format'),
         (None, ['--fsdp_activation_checkpointing=some'], 'fsdp_activation_checkpointing'),
-        (None, ['--fsdp_activation_checkpointing=True'], 'fsdp_activation_checkpointing'),
         (None, ['--fsdp_min_num_params=-1'], 'fsdp_min_num_params=-1'),
         (None, ['--keep_checkpoints=-1'], 'keep_checkpoints=-1'),
         (2, ['--gradient_accumulation_steps=3'], 'gradient_accumulation_steps=3'),
