@@ -35,8 +35,7 @@ from weights import SafeReader, complete, newest_that_loads, one_process_too, re
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
-CHECKPOINTS = ('ckpt.pt', 'best.pt', 'ckpt_dcp')
-OF_A_RUN = (*CHECKPOINTS, 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
+OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -224,17 +224,6 @@ def record(mode, what, difference):
     return difference
 
 
-def pytest_sessionfinish(session):
-    if hasattr(session.config, 'workeroutput'):     # one of several processes: what it has measured goes to the first
-        session.config.workeroutput['worst'] = [[*key, value] for key, value in WORST.items()]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    for mode, what, difference in getattr(node, 'workeroutput', {}).get('worst', []):
-        record(mode, what, difference)
-
-
 def pytest_terminal_summary(terminalreporter):
     modes, kinds = ([*dict.fromkeys(key[i] for key in WORST)] for i in (0, 1))
     if WORST:
@@ -250,7 +239,7 @@ def ckpt_of(out, name='ckpt.pt'):
 
 
 SLOW = ['test_modes', 'test_data', 'test_train', 'test_ghost', 'test_bench', 'test_data_slow', 'test_dumps', 'test_ddp',
-        'test_find_noise']      # the longest first, so that two processes end together
+        'test_find_noise']
 
 
 def pytest_collection_modifyitems(items):
