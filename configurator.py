@@ -19,16 +19,27 @@ from contextlib import contextmanager
 
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
 
-# What GhostSuite and the Hugging Face Trainer call our settings: an error that names an unknown name suggests ours.
+# What other trainers call our settings: an error that names an unknown name suggests ours. docs/coming_from.md says what
+# differs in meaning. In this order: GhostSuite, OLMo-core's gradient dumper, the Hugging Face Trainer and its models'
+# configurations, and tutorials.
 ELSEWHERE = dict(
     method='use_ghost', val_batch_size='ghost_val_batch_size', dot_prod_save_interval='ghost_save_interval',
-    architecture='n_layer', model_name_or_path='init_from', resume_from_checkpoint='init_from', output_dir='out_dir',
+    architecture='n_layer', max_steps='max_iters', warmup_step='warmup_iters', train_set='dataset',
+    val_set='ghost_val_dataset', eval_iter='eval_iters', train_dtype='dtype', model_dtype='dtype',
+    enabled='grad_dump', start_step='grad_dump_start_step', step_interval='grad_dump_step_interval',
+    end_step='grad_dump_end_step', save_first_n='grad_dump_save_first_n', save_folder='out_dir',
+    model_name_or_path='init_from', resume_from_checkpoint='init_from', output_dir='out_dir',
     overwrite_output_dir='overwrite', train_batch_size='batch_size', per_device_train_batch_size='batch_size',
-    max_seq_length='block_size', num_train_epochs='max_iters', max_steps='max_iters', warmup_steps='warmup_iters',
-    lr='learning_rate', max_grad_norm='grad_clip', adam_beta1='beta1', adam_beta2='beta2', bf16='dtype', fp16='dtype',
-    torch_compile='compile', fsdp='use_fsdp', gradient_checkpointing='fsdp_activation_checkpointing',
-    logging_steps='log_interval', eval_steps='eval_interval', save_steps='checkpoint_interval',
-    save_total_limit='keep_checkpoints', report_to='wandb_log', run_name='wandb_run_name')
+    dataset_name='dataset', max_seq_length='block_size', num_train_epochs='max_iters', warmup_steps='warmup_iters',
+    lr='learning_rate', lr_scheduler_type='decay_lr', max_grad_norm='grad_clip', adam_beta1='beta1', adam_beta2='beta2',
+    bf16='dtype', fp16='dtype', torch_compile='compile', fsdp='use_fsdp', full_determinism='deterministic',
+    gradient_checkpointing='fsdp_activation_checkpointing', ddp_backend='backend', ddp_timeout='timeout_minutes',
+    logging_steps='log_interval', eval_steps='eval_interval', do_eval='eval_only', save_steps='checkpoint_interval',
+    save_total_limit='keep_checkpoints', report_to='wandb_log', run_name='wandb_run_name',
+    num_hidden_layers='n_layer', num_attention_heads='n_head', hidden_size='n_embd', n_positions='block_size',
+    epochs='max_iters', total_epochs='max_iters', save_every='checkpoint_interval', snapshot_path='out_dir',
+    accumulation_steps='gradient_accumulation_steps', seq_len='block_size', context_length='block_size',
+    num_layers='n_layer', num_heads='n_head', d_model='n_embd')
 
 
 def print_escaped(text, stream):
@@ -122,10 +133,11 @@ def configure(namespace, argv=None):
 def unknown(where, word, problem, names):
     """Fail because of a word of the command line, or a name in a config file, that is no setting."""
     name, hint = word.strip('-').lower().replace('-', '_'), ''
+    name = name.rpartition('.')[2]      # trainer.callbacks.grad_dump.start_step
     near = difflib.get_close_matches(name, names, n=1, cutoff=0)
     if ELSEWHERE.get(name) in names:
         near = [ELSEWHERE[name]]
-    if near and re.fullmatch(r'[\w-]+', word):      # not of a path
+    if near and re.fullmatch(r'[\w-]+|--[\w.-]+', word):       # not of a path
         hint = f'; nearest name: {near[0]}'
     fail(f'{where}: {problem}; arguments are --name=value or a config file (.py){hint}')
 

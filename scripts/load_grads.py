@@ -25,6 +25,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
 from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
+# the second and fourth are what OLMo-core's dumper calls them in other revisions; the files are the same
+FOLDERS = 'sharded', 'full_gradients', 'sampled', 'sampled_gradients'
 COMMANDS = {'list': (1, 1), 'norms': (1, 1), 'compare': (2, 2), 'follow': (2, 99), 'export': (2, 999), 'plot': (2, 2)}
 
 
@@ -33,8 +35,8 @@ DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF1
 
 
 def find_dump(path):
-    """The folder of a dump's files: `path` itself, or `sharded` or `sampled` in it. ValueError if there is none."""
-    for folder in (path, os.path.join(path, 'sharded'), os.path.join(path, 'sampled')):
+    """The folder of a dump's files: `path` itself, or one of FOLDERS in it. ValueError if there is none."""
+    for folder in (path, *(os.path.join(path, name) for name in FOLDERS)):
         if os.path.isdir(folder):
             names = os.listdir(folder)
             if '.metadata' in names or any(SAMPLED.fullmatch(name) for name in names):
@@ -49,7 +51,7 @@ def get_checkpoint_metadata(dir):
     """The torch.distributed.checkpoint Metadata of a dump, of its tensors alone; none of them is read.
 
     `.state_dict_metadata[name]` has `.size` and `.properties.dtype`; for a sampled dump those of the rows it holds.
-    `dir`: stepN, or its sharded or sampled folder. Raises ValueError (one line) where .metadata is missing or torn, or
+    `dir`: stepN, or the folder in it. Raises ValueError (one line) where .metadata is missing or torn, or
     holds what torch does not write there.
     """
     folder = find_dump(dir)
@@ -88,14 +90,21 @@ def find_keys(dir, names=None):
 
 
 def load_keys(dir, names=None):
-    """Yield (name, gradient) for each of `names` (None: all), one tensor in memory at a time, on CPU, dtype as saved.
+    """Yield the gradient of each of `names` (None: all), in their order, one in memory at a time, on CPU, dtype as saved.
 
     `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
     Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
     """
+    for _, gradient in load_pairs(dir, names):
+        yield gradient
+
+
+def load_pairs(dir, names=None):
+    """load_keys with the names: yields (name, gradient)."""
+    names = None if names is None else list(names)
     folder, known = find_keys(dir, names)
     sharded = os.path.exists(os.path.join(folder, '.metadata'))
-    for name in known:
+    for name in known if names is None else names:      # one that is named twice comes twice
         if sharded:
             yield name, read_tensors(folder, [name])[name]
         else:
@@ -116,8 +125,10 @@ def open_sampled(path):
 
 def find_steps(run):
     """{step: folder} of the complete dumps in a run's out_dir or its gradient_dumper folder, in order of the steps."""
-    inner = os.path.join(run, 'gradient_dumper')
-    inner = inner if os.path.isdir(inner) else run
+    inner = run
+    for name in 'grad_dumper', 'gradient_dumper':       # the first in older dumps of OLMo-core's
+        if os.path.isdir(os.path.join(run, name)):
+            inner = os.path.join(run, name)
     names = os.listdir(inner) if os.path.isdir(inner) else []
     steps = {int(name[4:]): os.path.join(inner, name) for name in names if re.fullmatch(r'step\d+', name)}
     if not steps:
@@ -139,7 +150,7 @@ def plot(run, path):
     """Norm of each layer's gradient over the steps; a layer is a block h.N, or what lies outside the blocks."""
     plt, layers = load_pyplot(path), {}  # {layer: {step: sum of squares}}
     for step, folder in find_steps(run).items():
-        for name, gradient in load_keys(folder):
+        for name, gradient in load_pairs(folder):
             layer = re.match(r'h\.\d+|[^.]*', name.removeprefix('transformer.'))[0]
             squares = layers.setdefault(layer, {})
             squares[step] = squares.get(step, 0) + norm(gradient) ** 2
@@ -171,7 +182,7 @@ def compare(first_dir, second_dir):
         if a != b:
             raise ValueError(f'{name}: shapes {a} and {b} cannot be compared')
     print('  cosine  norm ratio  parameter (norm of the second / norm of the first)')
-    for (name, a), (_, b) in zip(load_keys(first_dir, names), load_keys(second_dir, names)):
+    for name, a, b in zip(names, load_keys(first_dir, names), load_keys(second_dir, names)):
         print(f'{cosine(a, b):+.5f}  {norm(b) / (norm(a) or math.nan):10.5g}  {name}')
 
 
@@ -184,7 +195,7 @@ def follow(run, names):
         print(f'{name}\n    step          norm  cosine with the step before')
         before = None
         for step, folder in steps.items():
-            (_, gradient), = load_keys(folder, [name])
+            gradient, = load_keys(folder, [name])
             line = f'{step:8}  {norm(gradient):12.6e}'
             if before is not None and before.shape == gradient.shape:
                 line += f'  {cosine(before, gradient):+.5f}'
@@ -201,7 +212,7 @@ def run(command, args):
             print(f'{name:{width}}  {tuple(info.size)!s:16} {str(info.properties.dtype).removeprefix("torch.")}')
         print(f'{len(tensors)} tensors, {sum(info.size.numel() for info in tensors.values()):,} values')
     elif command == 'norms':
-        norms = {name: norm(gradient) for name, gradient in load_keys(args[0])}
+        norms = {name: norm(gradient) for name, gradient in load_pairs(args[0])}
         for name, value in sorted(norms.items(), key=lambda item: (math.isnan(item[1]), -item[1])):
             print(f'{value:12.6e}  {name}')
         print(f'{math.hypot(*norms.values()):12.6e}  all')
@@ -210,7 +221,7 @@ def run(command, args):
     elif command == 'follow':
         follow(args[0], args[1:])
     elif command == 'export':
-        write_result(args[1], to_safetensors(dict(load_keys(args[0], args[2:] or None))))
+        write_result(args[1], to_safetensors(dict(load_pairs(args[0], args[2:] or None))))
         print(f'wrote {args[1]}')
     else:
         plot(*args)

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / 'config').glob('*.py'))
-PARAMETERS = {'train_gpt2.py': 124.4e6, 'train_gpt2_ghost.py': 124.4e6, 'train_gpt2_medium.py': 354.6e6,
+PARAMETERS = {'train_gpt2.py': 124.4e6, 'train_gpt2_ghost.py': 124.4e6, 'train_pile_ghost.py': 124.4e6,
+              'train_gpt2_medium.py': 354.6e6,
               'train_gpt2_large.py': 773.6e6, 'train_gpt2_xl.py': 1556.8e6}
 
 
@@ -43,6 +44,9 @@ def test_config_is_taken(name):
     ('dot_prod_save_interval', 'ghost_save_interval'), ('max_steps', 'max_iters'), ('num_train_epochs', 'max_iters'),
     ('lr', 'learning_rate'), ('per-device-train-batch-size', 'batch_size'), ('warmup_steps', 'warmup_iters'),
     ('bf16', 'dtype'), ('fp16', 'dtype'),
+    ('warmup_step', 'warmup_iters'), ('trainer.callbacks.grad_dump.start_step', 'grad_dump_start_step'),
+    ('trainer.callbacks.grad_dump.save_first_n', 'grad_dump_save_first_n'), ('num_hidden_layers', 'n_layer'),
+    ('total_epochs', 'max_iters'),
     ('output_dir', 'out_dir'), ('save_steps', 'checkpoint_interval'), ('eval_steps', 'eval_interval'),
     ('logging_steps', 'log_interval'), ('Learning_Rate', 'learning_rate'), ('n_layers', 'n_layer')])
 def test_names_of_other_trainers(capsys, theirs, ours):

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 SCRIPTS = os.path.join(ROOT, 'scripts')
 sys.path.insert(0, ROOT)
-from scripts.load_grads import find_steps, get_checkpoint_metadata, load_keys  # noqa: E402
+from scripts.load_grads import find_steps, get_checkpoint_metadata, load_keys, load_pairs  # noqa: E402
 
 NAMES = ['transformer.wte.weight', 'transformer.h.0.attn.weight', 'transformer.h.0.attn.bias',
          'transformer.h.1.attn.weight', 'transformer.h.1.attn.bias']
@@ -126,7 +126,7 @@ def test_sharded_dump_of_two_ranks(made):
     for number in (2, 10):
         meta, want = get_checkpoint_metadata(step(made, number)).state_dict_metadata, gradients(number)
         assert set(meta) == set(want) == set(NAMES)
-        got = dict(load_keys(step(made, number) / 'sharded'))
+        got = dict(load_pairs(step(made, number) / 'sharded'))
         for name in NAMES:
             assert meta[name].size == want[name].shape and meta[name].properties.dtype == torch.float32
             torch.testing.assert_close(got[name], want[name], rtol=1e-6, atol=1e-6)
@@ -134,7 +134,12 @@ def test_sharded_dump_of_two_ranks(made):
 
 
 def test_load_keys_is_lazy_and_keeps_the_order(made, copy):
-    pairs = load_keys(str(step(copy, 2)), [NAMES[3], NAMES[0]])
+    wte = next(load_keys(str(step(copy, 2)), [NAMES[0]]))       # as OLMo-core's load_keys is used
+    order = [NAMES[3], NAMES[0], NAMES[3]]
+    got, want = list(zip(order, load_keys(step(copy, 2), iter(order)))), dict(load_pairs(step(copy, 2)))
+    assert torch.equal(wte, want[NAMES[0]]) and [name for name, _ in got] == order
+    assert all(torch.equal(gradient, want[name]) for name, gradient in got)
+    pairs = load_pairs(str(step(copy, 2)), [NAMES[3], NAMES[0]])
     name, gradient = next(pairs)
     assert name == NAMES[3] and gradient.shape == (4, 4)
     for file in (step(copy, 2) / 'sharded').glob('*.distcp'):
@@ -149,16 +154,28 @@ def test_plain_dump_reads_as_dcp_reads_it(tmp_path):
     dcp.save(want, checkpoint_id=tmp_path / 'd', no_dist=True)
     again = {name: torch.empty_like(t) for name, t in want.items()}
     dcp.load(again, checkpoint_id=tmp_path / 'd', no_dist=True)
-    got = dict(load_keys(tmp_path / 'd'))
+    got = dict(load_pairs(tmp_path / 'd'))
     assert all(torch.equal(got[n], again[n]) and got[n].dtype == want[n].dtype for n in want)
 
 
 def test_sampled_dump(made):
     meta, want = get_checkpoint_metadata(step(made, 2, 'few')).state_dict_metadata, gradients(2)
     assert set(meta) == set(want) and meta[NAMES[0]].size == (5, 4) and meta[NAMES[0]].properties.dtype == torch.float32
-    got = dict(load_keys(step(made, 2, 'few') / 'sampled'))
+    got = dict(load_pairs(step(made, 2, 'few') / 'sampled'))
     assert all(torch.equal(got[name], want[name][:5]) for name in NAMES)
-    assert [name for name, _ in load_keys(step(made, 2, 'few'), NAMES[1:2])] == NAMES[1:2]
+    assert [name for name, _ in load_pairs(step(made, 2, 'few'), NAMES[1:2])] == NAMES[1:2]
+
+
+def test_folders_of_other_revisions(made, copy):
+    for kind, ours, theirs in (('run', 'sharded', 'full_gradients'), ('few', 'sampled', 'sampled_gradients')):
+        want = command('norms', step(made, 2, kind))
+        os.rename(step(copy, 2, kind) / ours, step(copy, 2, kind) / theirs)
+        assert command('norms', step(copy, 2, kind)) == command('norms', step(copy, 2, kind) / theirs) == want
+    for file in (step(copy, 2, 'few') / 'sampled_gradients').iterdir():     # the oldest: right in grad_dumper/stepN
+        os.rename(file, step(copy, 2, 'few') / file.name)
+    os.rename(copy / 'few' / 'gradient_dumper', copy / 'few' / 'grad_dumper')
+    assert list(find_steps(copy / 'few')) == [2, 10]
+    assert command('norms', copy / 'few' / 'grad_dumper' / 'step2') == want
 
 
 @pytest.mark.parametrize('kind', ['run', 'few'])
