@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -35,7 +36,7 @@ from weights import SafeReader, complete, newest_that_loads, one_process_too, re
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
-OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper')
+OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper', 'profile')
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -270,9 +271,37 @@ def begin_out_dir(out_dir, start, config, evaluates):
         for path in Path(out_dir, 'ckpt_dcp').glob('step_*'):
             if path.suffix == '.tmp' or (path.suffix == '.torn' and not (path / '.metadata').is_file()):
                 remove(path)                # a save that died left it
-    write_file(Path(out_dir, 'config.json'), json.dumps(config, indent=1).encode())
+    write_file(Path(out_dir, 'config.json'), json.dumps({**config, **origin()}, indent=1).encode())
     if start['resumed_from'] is not None:
         forget_later(Path(out_dir), start['iter_num'], evaluates)
+
+
+def origin():
+    """What config.json holds beside the settings: which code ran, and how it was called."""
+    return dict(git_commit=git_commit(Path(__file__).parent), torch_version=torch.__version__,
+                command_line=shlex.join(sys.argv), world_size=dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def git_commit(folder):
+    """The commit that a git checkout is at, or None if the folder is none. Its files are read, and git is not run: that
+    takes longer, and in a folder that another has made it may run their commands."""
+    try:
+        git = Path(folder, '.git')
+        if git.is_file():       # a worktree's, or a submodule's: `gitdir: PATH`
+            git = Path(folder, git.read_text().partition(': ')[2].strip())
+        commit = (git / 'HEAD').read_text().strip()
+        if commit.startswith('ref: '):
+            branch, shared = commit.removeprefix('ref: '), git
+            if (git / 'commondir').is_file():       # a worktree has its branches with the others
+                shared = git / (git / 'commondir').read_text().strip()
+            if (shared / branch).is_file():
+                commit = (shared / branch).read_text().strip()
+            else:
+                lines = (shared / 'packed-refs').read_text().splitlines()
+                commit = next((line.partition(' ')[0] for line in lines if line.endswith(f' {branch}')), '')
+    except (OSError, ValueError):
+        return None
+    return commit if re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', commit) else None
 
 
 def remove(path):
@@ -475,6 +504,8 @@ def excepthook(out_dir):
             line = f'{path}: {cause}'
         elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or 'allocate memory' in words:
             line = f'out of memory ({cause.splitlines()[0]}): a smaller --batch_size, --block_size or model'
+            if isinstance(error, torch.OutOfMemoryError):
+                line += '; --profile_memory=True writes down what holds it'
         elif isinstance(error, RuntimeError) and ('connection closed' in words or 'connection reset' in words):
             line = 'another rank has ended; its own line says why'      # which may come later: let it out first
             time.sleep(2)

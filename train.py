@@ -39,6 +39,7 @@ from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
 from model import GPT, GPTConfig
+from profiling import profile_step, record_memory
 from weights import OPENAI
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -98,6 +99,8 @@ dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | '
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, a minute at the start | 'blocks':
                                     # one by one: 1% slower, and soon done if there are many
 backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
+profile_steps = 0                   # of this run, from its third step on: each rank's trace and table go into profile/
+profile_memory = False              # record a GPU's allocations: into profile/ after those steps, or at out of memory
 timeout_minutes = 60                # after which a rank that waits for another gives up; rank 0 may download, or save
 # ---- FSDP ------------------------------------------------------------------------------------------------------------
 use_fsdp = False                    # shard parameters, gradients and optimizer state over the ranks; compile: 'blocks'
@@ -201,6 +204,7 @@ require(not gpus or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
 require(backend != 'nccl' or gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo')
 require(dtype != 'bfloat16' or has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32')
 require(dtype != 'float16' or device_type != 'mps', 'dtype=float16 does not train on mps: --dtype=float32')
+require(gpus or not profile_memory, f"profile_memory=True records a GPU's allocations, and device is {device}")
 require(not checkpoint_async or checkpoint_format == 'sharded',
         'checkpoint_async=True needs --checkpoint_format=sharded')
 if use_fsdp:
@@ -274,12 +278,15 @@ if use_ghost:
     ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
     require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
             f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
-    require(ghost_val_batch_size % world_size == 0,
-            f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the world size {world_size}')
-    ghost_per_rank = ghost_val_batch_size // world_size     # validation samples of a rank
-    require(ghost_per_rank <= batch_size or ghost_per_rank % batch_size == 0,
-            f'ghost_val_batch_size={ghost_val_batch_size} is {ghost_per_rank} per rank, more than '
-            f'batch_size={batch_size} and not a multiple of it')
+    ghost_per_rank = math.ceil(ghost_val_batch_size / world_size)       # validation samples of a rank
+    if ghost_per_rank > batch_size:
+        ghost_per_rank = math.ceil(ghost_per_rank / batch_size) * batch_size    # in whole micro-batches
+    fits = ghost_per_rank * world_size
+    if fits != ghost_val_batch_size and 'ghost_val_batch_size' not in given:
+        say(f'ghost_val_batch_size is {fits} here, the next above {ghost_val_batch_size} that fits')
+        ghost_val_batch_size = config['ghost_val_batch_size'] = fits
+    require(ghost_val_batch_size == fits, f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the '
+            f'{world_size} ranks, and if it is above {world_size * batch_size} of that: --ghost_val_batch_size={fits}')
 
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
@@ -329,6 +336,8 @@ def train_batch(step, micro):
     return read_windows('train', train_offsets(step, (micro * world_size + rank) * batch_size + np.arange(batch_size)))
 
 # ---- model: compiled, sharded, filled, wrapped -----------------------------------------------------------------------
+if profile_memory and not eval_only:
+    record_memory(out_dir, rank)
 with torch.device('meta'):      # shapes without memory: if it is sharded, no rank ever holds all of it
     model = raw_model = GPT(GPTConfig(**model_args, dropout=dropout))   # DDP wraps `model`; else they are the same
 if use_ghost:
@@ -725,8 +734,9 @@ while True:
     grad_norm = full(grad_norm).to(device)
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
     stop = torch.full((), stop_signal, device=device)
-    numbers = mean_over_ranks(torch.stack([n.float() for n in (train_loss, grad_norm, stop)]))
-    train_loss, grad_norm, stop = numbers.tolist()
+    own = torch.where(torch.arange(world_size, device=device) == rank, train_loss, 0)   # a place for each rank's loss
+    numbers = mean_over_ranks(torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), own)))
+    train_loss, grad_norm, stop, *own = numbers.tolist()
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
@@ -756,17 +766,20 @@ while True:
         timed_from, clock = iter_num, time.perf_counter()
         mfu = flops_per_step / seconds / (peak * world_size) if peak else None
         memory = torch.cuda.max_memory_allocated() / 2**30 if gpus else None
+        retries = torch.cuda.memory_stats()['num_alloc_retries'] if gpus else None
         left = int(seconds * (max_iters - iter_num))
         say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
             f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '
             f'{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
         log(dict(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr,
                  grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu,
-                 memory_gib=memory))
+                 memory_gib=memory, loss_max=max(own) * world_size, alloc_retries=retries))
     if iter_num == start_iter + 1 and gpus:
         now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
     finish_saving(keep_checkpoints, wait=False)
+    profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
+                 last=stopping or iter_num >= max_iters)
 
 finish_writing()
 if wandb_log and master_process and not eval_only:

@@ -1,5 +1,6 @@
 """Ghost mode: dot products against brute-force autograd, the same in every mode, and training left as it was."""
 
+import json
 from functools import partial
 
 import pytest
@@ -578,10 +579,19 @@ def model_of_seed(out):
     return GPT(GPTConfig(**c['model_args'])).double().eval()
 
 
+def test_a_default_that_fits(fork, tmp_path):
+    done = fork(tmp_path, '--use_ghost=True', '--batch_size=3', '--max_iters=1', '--eval_iters=1', nproc=2)
+    assert 'ghost_val_batch_size is 4 ' not in done.out      # 2 a rank
+    done = fork(tmp_path, '--use_ghost=True', '--batch_size=3', '--max_iters=1', '--eval_iters=1', '--out_dir=one')
+    assert 'ghost_val_batch_size is 6 here, the next above 4 that fits' in done.out
+    assert json.loads((tmp_path / 'one' / 'config.json').read_text())['ghost_val_batch_size'] == 6
+    assert load_file(tmp_path / 'one' / 'grad_dotprods' / 'valset.safetensors')['offset'].shape == (6,)
+
+
 def test_refusals(fork, tmp_path, tmp_path_factory):
     other = write_dataset(tmp_path_factory.mktemp('data') / 'digits', '0123456789 ' * 500)
     assert 'tokenizer' in fork(tmp_path, '--use_ghost=True', f'--ghost_val_dataset={other}', rc=2)
-    assert 'ghost_val_batch_size=6' in fork(
+    line = fork(
         tmp_path,
         '--use_ghost=True',
         '--ghost_val_batch_size=6',
@@ -590,6 +600,9 @@ def test_refusals(fork, tmp_path, tmp_path_factory):
         nproc=4,
         patient=True,
     )
+    assert 'ghost_val_batch_size=6 must' in line and line.endswith(': --ghost_val_batch_size=8')
+    line = fork(tmp_path, '--use_ghost=True', '--ghost_val_batch_size=6', rc=2)     # of micro-batches of 4
+    assert line.endswith(': --ghost_val_batch_size=8')
     assert 'nowhere' in fork(tmp_path, '--use_ghost=True', '--ghost_val_dataset=nowhere', rc=2)
     for name in ('ghost_interval', 'ghost_save_interval', 'ghost_val_batch_size'):
         assert f'{name}=0' in fork(tmp_path, '--use_ghost=True', f'--{name}=0', rc=2)

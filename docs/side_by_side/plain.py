@@ -1,0 +1,78 @@
+"""
+Train a small GPT-2 in one process.
+plain.py, ddp.py, fsdp.py and ghost.py are one text but for what each mode needs:
+
+python data/shakespeare_char/prepare.py
+python docs/side_by_side/plain.py
+diff docs/side_by_side/plain.py docs/side_by_side/ddp.py
+
+They print the losses of train.py, which does the same with all that a real run needs besides.
+"""
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from model import GPT, GPTConfig  # noqa: E402
+
+seed, steps, learning_rate, weight_decay, grad_clip = 1337, 20, 1e-3, 0.1, 1.0
+batch_size = 4                      # samples per micro-batch
+gradient_accumulation_steps = 4     # micro-batches per step, over all ranks together
+block_size = 32                     # tokens per sample
+folder = ROOT / 'data' / 'shakespeare_char'
+if len(sys.argv) > 1:
+    folder = Path(sys.argv[1])
+
+# ---- ranks and device ------------------------------------------------------------------------------------------------
+rank, world_size = 0, 1
+device = 'cuda' if torch.cuda.is_available() else 'cpu'
+micro_batches = gradient_accumulation_steps // world_size       # per rank and step
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+meta = json.loads((folder / 'meta.json').read_text())
+
+def hash64(*parts):
+    """Ints or int arrays -> uint64 array, as good as random: splitmix64, chained."""
+    h = np.zeros(1, np.uint64)
+    for part in parts:
+        h = h + np.asarray(part, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        h = h ^ (h >> np.uint64(31))
+    return h
+
+def read_windows(split, *draw):
+    """Inputs and targets, (samples, block_size) each, of windows drawn by the hash of these ints."""
+    tokens = np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
+    offsets = hash64(seed, *draw) % np.uint64(len(tokens) - block_size)
+    windows = np.stack([tokens[o:o + block_size + 1] for o in offsets.tolist()]).astype(np.int64)
+    windows = torch.from_numpy(windows).to(device)
+    return windows[:, :-1], windows[:, 1:]
+
+def train_batch(step, micro):
+    """This rank's samples of a micro-batch: which samples a step has does not depend on the number of ranks."""
+    return read_windows('train', step, (micro * world_size + rank) * batch_size + np.arange(batch_size))
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+torch.manual_seed(seed)
+model = GPT(GPTConfig(block_size, meta['vocab_size'], n_layer=2, n_head=2, n_embd=64, bias=False, gelu='none'))
+model.to(device)
+optimizer = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(0.9, 0.95), fused=True)
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+for step in range(steps):
+    train_loss = torch.zeros((), device=device)
+    for micro in range(micro_batches):
+        X, Y = train_batch(step, micro)
+        losses = model(X, Y)                    # (batch_size,)
+        loss = losses.mean() / micro_batches    # so that the sum over micro-batches is the mean over the step
+        loss.backward()
+        train_loss += loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f'step {step}: loss {train_loss.item():.8f}, norm {norm.item():.8f}')
