@@ -57,3 +57,18 @@ def test_commands(fork, tmp_path):
                     helps[script] = fork(tmp_path, '--help', script=str(Path(ROOT, script)), tiny_args=False, warn=False).out
     for name, scripts in used:      # a setting that stands alone may be of any script
         assert re.search(rf'{name}\b', ''.join(helps[script] for script in scripts or helps)), f'{scripts}: no {name}'
+
+
+def test_quoted_code_stands_where_the_page_says():
+    """modes.md quotes pieces of train.py, `Where: section: code, code`."""
+    page = ' '.join(Path(ROOT, 'docs', 'modes.md').read_text(encoding='utf-8').split())
+    train = Path(ROOT, 'train.py').read_text(encoding='utf-8')
+    sections = {}
+    for title, text in re.findall(r'^# ---- (.*?) -+$(.*?)(?=^# ----|\Z)', train, re.M | re.S):
+        name = title.partition(':')[0]
+        sections[name] = sections.get(name, '') + ' '.join(text.split())
+    quotes = re.findall(r'Where: ([\w ]+): ((?:`[^`]+`,? ?)+)', page)
+    assert len(quotes) == page.count('Where: ') >= 13
+    for section, codes in quotes:
+        for code in re.findall(r'`([^`]+)`', codes):
+            assert code in sections[section], f'{section}: {code}'
