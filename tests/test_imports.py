@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-NAMES = ('data', 'scripts', 'model', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins', 'corpus', 'tests',
+NAMES = ('data', 'scripts', 'model', 'muon', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins', 'corpus', 'tests',
          'train', 'plot', 'sample', 'export', 'bench')
 
 
