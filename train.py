@@ -147,7 +147,7 @@ def say(message, passing=False):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
- ------------------------------------------------------------------------------------------------
+# ---- ranks and device ------------------------------------------------------------------------------------------------
 distributed = under_torchrun()
 rank, local_rank, world_size = 0, 0, 1
 if distributed:
