@@ -2,8 +2,9 @@
 GPT-2 as plain PyTorch modules, and how each layer's backward pass yields per-sample gradient dot products ("ghost").
 This file knows nothing of ranks, devices or training loops.
 
-Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
-rotary positions: RoFormer (Su et al. 2021); FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley in One Training Run (arXiv:2406.11011).
+Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept; rotary
+positions: RoFormer (Su et al. 2021); FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley
+in One Training Run (arXiv:2406.11011).
 
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """

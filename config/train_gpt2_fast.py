@@ -1,6 +1,6 @@
 # GPT-2 124M that needs fewer tokens to the same loss: Muon, rotary positions, RMS norm of queries and keys, 6 heads.
-# Over 500 steps of 61,440 tokens, val loss 4.85 is reached after 0.3 of the steps that AdamW needs with plain GPT-2; over
-# billions of tokens less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it. One node of 8 GPUs:
+# Over 500 steps of 61,440 tokens, val loss 4.85 took 0.3 of the steps that AdamW needs with plain GPT-2; over billions
+# of tokens less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it. One node of 8 GPUs:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-124M-fast'

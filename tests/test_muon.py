@@ -240,8 +240,8 @@ def test_rotation_is_complex_multiplication():
     T, D = 9, 12
     x = torch.randn(2, 3, T, D, dtype=torch.float64)
     z = torch.complex(x[..., :D // 2], x[..., D // 2:])
-    turn = torch.arange(5, 5 + T, dtype=torch.float64)[:, None] * torch.tensor([10000 ** (-2 * i / D) for i in range(D // 2)],
-                                                                               dtype=torch.float64)
+    frequencies = torch.tensor([10000 ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
+    turn = torch.arange(5, 5 + T, dtype=torch.float64)[:, None] * frequencies
     z = z * torch.polar(torch.ones_like(turn), turn)
     turned = rotate(x, angles(torch.arange(5, 5 + T), D, torch.float64))
     assert (turned - torch.cat((z.real, z.imag), -1)).abs().max() < 1e-13
