@@ -2,8 +2,9 @@
 GPT-2 as plain PyTorch modules, and how each layer's backward pass yields per-sample gradient dot products ("ghost").
 This file knows nothing of ranks, devices or training loops.
 
-Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
-FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley in One Training Run (arXiv:2406.11011).
+Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept; rotary
+positions: RoFormer (Su et al. 2021); FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley
+in One Training Run (arXiv:2406.11011).
 
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """
@@ -29,6 +30,8 @@ class GPTConfig:
     dropout: float = 0.0       # probability
     bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
+    rope: bool = False         # rotary positions in place of learned ones
+    qk_norm: bool = False      # queries and keys of length sqrt(D)
 
 
 def matmul_dtype(x):
@@ -144,17 +147,34 @@ class LayerNorm(nn.LayerNorm):
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
+def angles(pos, D, dtype):
+    """pos (T,) -> the cosines and sines, (2,T,D/2), of the angles by which rotate() turns a head's D/2 pairs."""
+    frequencies = 10000 ** (-torch.arange(0, D, 2, device=pos.device, dtype=dtype) / D)     # radians per token
+    turns = pos[:, None] * frequencies                                                # (T,D/2)
+    return torch.stack((turns.cos(), turns.sin()))
+
+
+def rotate(x, turns):
+    """x (B,H,T,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
+    (cos, sin), (a, b) = turns, x.chunk(2, -1)      # a pair: a number of the first half, and the one D/2 behind it
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.dropout, self.qk_norm = config.n_head, config.dropout, config.qk_norm
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x, rows=None, cache=None):
+    def forward(self, x, rows=None, cache=None, turns=None):
         B, T, C = x.shape
         qkv = self.c_attn(x, rows).view(B, T, 3, self.n_head, C // self.n_head)       # (B,T,3,H,D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # (B,H,T,D) each
+        if self.qk_norm:
+            q, k = F.rms_norm(q, q.shape[-1:], eps=1e-6), F.rms_norm(k, k.shape[-1:], eps=1e-6)
+        if turns is not None:
+            q, k = rotate(q, turns), rotate(k, turns)
         if cache is not None:       # [k, v] of the tokens before; empty at the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -186,8 +206,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rows=None, cache=None):    # rows: named from the block on, so that all blocks are one graph
-        x = x + self.attn(self.ln_1(x, rows), rows, cache)
+    def forward(self, x, rows=None, cache=None, turns=None):
+        # rows: named from the block on, so that all blocks are one graph; turns: angles(), None without rope
+        x = x + self.attn(self.ln_1(x, rows), rows, cache, turns)
         x = x + self.mlp(self.ln_2(x, rows), rows)
         return x
 
@@ -206,12 +227,14 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head:
             raise ValueError(f'n_embd {config.n_embd} is not divisible by n_head {config.n_head}')
+        if config.rope and config.n_embd // config.n_head % 2:
+            raise ValueError(f'rope: n_embd / n_head = {config.n_embd // config.n_head} is odd, so it has no pairs')
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            wpe=Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            ln_f=LayerNorm(config.n_embd, bias=config.bias)))
+        self.transformer = nn.ModuleDict(dict(wte=Embedding(config.vocab_size, config.n_embd)))
+        if not config.rope:
+            self.transformer.wpe = Embedding(config.block_size, config.n_embd)
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie()
         for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
@@ -240,16 +263,21 @@ class GPT(nn.Module):
         table = s.unbind(0) if isinstance(s, torch.Tensor) else s                     # P rows (B,)
         rows = rows_of(self, table)     # of the layers outside the blocks
         x = self.transformer.wte(idx, rows)                                           # (B,T,C)
-        # positions are expanded before the tap, since their dy has to stay per sample
-        p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)    # (B,T,C)
-        if rows is not None:
-            p = tap(self.transformer.wpe, 'embedding', p, pos, rows)
-        x = x + p
+        turns = None
+        if self.config.rope:
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            turns = angles(pos, self.config.n_embd // self.config.n_head, dtype)      # once for all blocks
+        else:
+            # positions are expanded before the tap, since their dy has to stay per sample
+            p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)      # (B,T,C)
+            if rows is not None:
+                p = tap(self.transformer.wpe, 'embedding', p, pos, rows)
+            x = x + p
         if matmul_dtype(x) == torch.bfloat16:
             x = x.to(torch.bfloat16)    # a bfloat16 residual stream halves its traffic
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, rows_of(block, table), None if cache is None else cache[i])
+            x = block(x, rows_of(block, table), None if cache is None else cache[i], turns)
         if targets is None:
             return self.lm_head(self.transformer.ln_f(x[:, -1]))                      # (B,V)
         return self.loss(x, targets, rows)
@@ -332,16 +360,26 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
-    def param_groups(self, weight_decay):
-        """AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not."""
+    def param_groups(self, weight_decay, muon=False):
+        """
+        AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not.
+        muon: the blocks' matrices come in a group of their own, the first, which muon.py knows by its muon=True.
+        """
         params = [p for p in self.parameters() if p.requires_grad]   # tied ones come once; ghost_* are frozen
-        return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-                {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
+                  {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        if muon:
+            matrices = [p for p in self.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
+            groups[0]['params'] = [p for p in groups[0]['params'] if all(p is not matrix for matrix in matrices)]
+            groups.insert(0, {'params': matrices, 'weight_decay': weight_decay, 'muon': True})
+        return groups
 
     def num_params(self, positions=True):
         """Number of parameters, tied ones once, ghost_* not at all; positions=False leaves out wpe."""
         n = sum(p.numel() for p in self.parameters() if p.requires_grad)
-        return n if positions else n - self.transformer.wpe.weight.numel()
+        if positions or self.config.rope:
+            return n
+        return n - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 N for the weights, 12 L C T for attention."""
