@@ -147,17 +147,18 @@ class LayerNorm(nn.LayerNorm):
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
-def angles(pos, D, dtype):
-    """pos (T,) -> the cosines and sines, (2,T,D/2), of the angles by which rotate() turns a head's D/2 pairs."""
-    frequencies = 10000 ** (-torch.arange(0, D, 2, device=pos.device, dtype=dtype) / D)     # radians per token
-    turns = pos[:, None] * frequencies                                                # (T,D/2)
-    return torch.stack((turns.cos(), turns.sin()))
+def rotary_tables(T, D):
+    """(2,T,D) float32: cosines and signed sines of the angles by which rotate() turns D numbers, at each position."""
+    frequencies = 10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)          # (D/2,) radians per token
+    angles = torch.arange(T)[:, None] * frequencies                                   # (T,D/2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()
 
 
 def rotate(x, turns):
-    """x (B,H,T,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
-    (cos, sin), (a, b) = turns, x.chunk(2, -1)      # a pair: a number of the first half, and the one D/2 behind it
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+    """x (B,T,n,H,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
+    cos, sin = turns[:, :, None, None]                                                # (T,1,1,D) each
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin      # a pair: a number of the first half, the one D/2 behind it
 
 
 class Attention(nn.Module):
@@ -170,11 +171,12 @@ class Attention(nn.Module):
     def forward(self, x, rows=None, cache=None, turns=None):
         B, T, C = x.shape
         qkv = self.c_attn(x, rows).view(B, T, 3, self.n_head, C // self.n_head)       # (B,T,3,H,D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # (B,H,T,D) each
-        if self.qk_norm:
-            q, k = F.rms_norm(q, q.shape[-1:], eps=1e-6), F.rms_norm(k, k.shape[-1:], eps=1e-6)
-        if turns is not None:
-            q, k = rotate(q, turns), rotate(k, turns)
+        if self.qk_norm or turns is not None:
+            qk, v = qkv.split((2, 1), 2)                                              # (B,T,2,H,D), (B,T,1,H,D)
+            q, k = self.prepare(qk, turns).permute(2, 0, 3, 1, 4)                     # (B,H,T,D) each
+            v = v.squeeze(2).transpose(1, 2)                                          # (B,H,T,D)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)                                      # (B,H,T,D) each
         if cache is not None:       # [k, v] of the tokens before; empty at the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -184,6 +186,15 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)     # (B,H,T,D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y, rows), self.dropout, self.training)
+
+    def prepare(self, qk, turns):
+        """Queries and keys (B,T,2,H,D), normalised and turned: both together and in one sum, so as to be one kernel."""
+        y = qk.to(torch.promote_types(qk.dtype, torch.float32))
+        if self.qk_norm:
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        if turns is not None:
+            y = rotate(y, turns)
+        return y.to(qk.dtype)
 
 
 class MLP(nn.Module):
@@ -207,7 +218,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, rows=None, cache=None, turns=None):
-        # rows: named from the block on, so that all blocks are one graph; turns: angles(), None without rope
+        # rows: named from the block on, so that all blocks are one graph; turns: rotary_tables(), None without rope
         x = x + self.attn(self.ln_1(x, rows), rows, cache, turns)
         x = x + self.mlp(self.ln_2(x, rows), rows)
         return x
@@ -236,13 +247,21 @@ class GPT(nn.Module):
         self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.transformer.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.rope:
+            self.register_buffer('turns', torch.empty(2, config.block_size, config.n_embd // config.n_head),
+                                 persistent=False)
         self.tie()
         for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
             for projection in (block.attn.c_proj, block.mlp.c_proj):
                 initialise(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def tie(self):
-        """One tensor embeds tokens and scores them; call again after whatever replaces parameters."""
+        """
+        One tensor embeds tokens and scores them, and the tables of rotary positions hold their values; call again after
+        whatever replaces parameters or buffers.
+        """
+        if self.config.rope:
+            self.turns.copy_(rotary_tables(*self.turns.shape[1:]))
         self.lm_head.weight = self.transformer.wte.weight
         if hasattr(self.lm_head, 'ghost_weight'):
             self.lm_head.ghost_weight = self.transformer.wte.ghost_weight
@@ -265,8 +284,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx, rows)                                           # (B,T,C)
         turns = None
         if self.config.rope:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            turns = angles(pos, self.config.n_embd // self.config.n_head, dtype)      # once for all blocks
+            turns = self.turns[:, past:past + idx.size(1)]                            # (2,T,D)
         else:
             # positions are expanded before the tap, since their dy has to stay per sample
             p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)      # (B,T,C)

@@ -400,6 +400,7 @@ assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping o
 if use_ddp:
     # Each rank holds the whole model. DDP collects gradients in buckets, and averages a bucket over the ranks as soon
     # as the backward pass has filled it.
+    raw_model._ddp_params_and_buffers_to_ignore = ['turns']     # rotary tables: every rank has made them
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)
 autocast = nullcontext()

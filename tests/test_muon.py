@@ -2,16 +2,14 @@
 import copy
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENV, ROOT, ckpt_of, log_of, record
+from conftest import ROOT, ckpt_of, log_of, record
 from modes_helper import MODES, SHARDED, far, launch, read_dcp, read_full, same
 
-from model import GPT, GPTConfig, angles, rotate
+from model import GPT, Block, GPTConfig, rotary_tables, rotate
 from muon import Muon, orthogonal
 
 FOUR = ('plain', 'ddp2', 'fsdp2', 'hsdp4')
@@ -28,10 +26,11 @@ def test_orthogonal(shape):
     torch.manual_seed(0)
     U, _, Vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     S = torch.logspace(0, -1, min(shape), dtype=torch.float64)
-    found = U.T @ orthogonal(3 * U @ torch.diag(S) @ Vh) @ Vh.T
+    X = 3 * U @ torch.diag(S) @ Vh
+    found = U.T @ orthogonal(torch.stack((torch.zeros_like(X), X)))[1] @ Vh.T
     assert (found - torch.diag(found.diag())).abs().max() < 1e-12
     assert 0.65 < found.diag().min() and found.diag().max() < 1.25
-    assert not orthogonal(torch.zeros(shape)).any()
+    assert not orthogonal(torch.zeros(2, *shape)).any()
 
 
 @pytest.mark.parametrize('shape', [(24, 24), (24, 72), (96, 24)])
@@ -79,12 +78,19 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 sys.path.insert(0, {root!r})
-from muon import Muon
+import muon
 mode = sys.argv[1]
 if mode != 'plain':
     dist.init_process_group('gloo')
 torch.manual_seed(0)
-shapes = (12, 36), (48, 12), (13, 7), (1, 9), (12, 36), (9, 1), (16, 16), (3, 20)
+muon.BATCH = 2
+shapes = [(12, 36)] * 7 + [(48, 12)] * 5 + [(13, 7), (1, 9), (12, 36), (9, 1), (16, 16), (3, 20)]
+batches, orthogonal = set(), muon.orthogonal
+def noted(X):
+    assert X.is_contiguous()
+    batches.add((*X.shape, X.double().sum().item()))
+    return orthogonal(X)
+muon.orthogonal = noted
 layers = [torch.nn.Linear(m, n) for n, m in shapes]
 model = torch.nn.Sequential(*layers)
 draws = [[torch.randn_like(p) for p in model.parameters()] for _ in range(3)]
@@ -95,7 +101,7 @@ if 'sdp' in mode:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 groups = [dict(params=[l.weight for l in layers], muon=True, weight_decay=0.1), dict(params=[l.bias for l in layers])]
-opt = Muon(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+opt = muon.Muon(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 for draw in draws:
     for p, gradient in zip(model.parameters(), draw):
         if isinstance(p, DTensor):
@@ -103,8 +109,13 @@ for draw in draws:
         p.grad = gradient
     opt.step()
 whole = {{n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.state_dict().items()}}
-if mode == 'plain' or dist.get_rank() == dist.get_world_size() - 1:
-    torch.save(whole, mode + '.pt')
+rank, everyones = 0, [batches]
+if mode != 'plain':
+    rank, everyones = dist.get_rank(), [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, batches)
+batches = sorted(batch for batch in set().union(*everyones) if batch[0] > 0)
+if rank == len(everyones) - 1:
+    torch.save((whole, batches), mode + '.pt')
 if mode != 'plain':
     dist.barrier()
     dist.destroy_process_group()
@@ -112,12 +123,15 @@ if mode != 'plain':
 
 
 def test_same_gradients_same_step(fork, tmp_path):
-    """Three steps, bit for bit, of any shape."""
+    """Three steps, bit for bit, of any shape; and no product of a batch that another mode makes in another size: on a
+    GPU that might round otherwise, though here it does not."""
     script = tmp_path / 'update.py'
     script.write_text(UPDATE.format(root=ROOT))
     for mode in MODES:
         fork(tmp_path, mode, nproc=MODES[mode][0], script=str(script), tiny_args=False)
-        assert same(*(torch.load(tmp_path / f'{m}.pt') for m in (mode, 'plain'))), mode
+        (whole, batches), (expected, expected_batches) = (torch.load(tmp_path / f'{m}.pt') for m in (mode, 'plain'))
+        assert same(whole, expected) and batches == expected_batches, mode
+    assert {batch[0] for batch in batches} == {1, 2}
 
 
 @pytest.fixture(scope='module')
@@ -126,7 +140,7 @@ def trained(fork, tmp_path_factory):
     folders = {}
     for mode in FOUR:
         cwd = tmp_path_factory.mktemp(f'muon_{mode}')
-        launch(fork, cwd, mode, *FAST, SHARDED, '--checkpoint_interval=4', '--check_sync_interval=5')
+        launch(fork, cwd, mode, *FAST, SHARDED, '--checkpoint_interval=12', '--check_sync_interval=5')
         folders[mode] = cwd / 'out'
     return folders
 
@@ -161,20 +175,27 @@ register_optimizer_step_pre_hook(hook)
 """
 
 
+@pytest.fixture(scope='module')
+def stopped(fork, tmp_path_factory):
+    """The folder of a plain run that ended after 12 of the 20 steps, as one file."""
+    cwd = tmp_path_factory.mktemp('stopped')
+    launch(fork, cwd, 'plain', *FAST, *QUICK, '--max_iters=12')
+    return cwd / 'out'
+
+
 @pytest.mark.parametrize('source,target,form', [
-    ('plain', 'hsdp4', 'full'), ('ddp2', 'fsdp2', 'full'), ('fsdp2', 'plain', 'full'), ('hsdp4', 'ddp2', 'full'),
-    ('plain', 'fsdp2', 'sharded'), ('ddp2', 'hsdp4', 'sharded'), ('fsdp2', 'ddp2', 'sharded'),
-    ('hsdp4', 'plain', 'sharded'), ('plain', 'plain', 'full'), ('fsdp2', 'fsdp2', 'sharded')])
-def test_resume_in_any_mode(fork, tmp_path, trained, source, target, form):
+    ('plain', 'plain', 'full'), ('plain', 'hsdp4', 'full'), ('ddp2', 'fsdp2', 'sharded'), ('fsdp2', 'plain', 'sharded'),
+    ('hsdp4', 'ddp2', 'sharded')])
+def test_resume_in_any_mode(fork, tmp_path, trained, stopped, source, target, form):
     """What another mode loads is what was saved, bit for bit, and it goes on as the unbroken run."""
     out, there = tmp_path / 'out', trained[source] / 'ckpt_dcp' / 'step_12'
     if form == 'full':
-        launch(fork, tmp_path, source, *FAST, *QUICK, '--max_iters=12')
+        shutil.copytree(stopped, out)
         saved = read_full(out / 'ckpt.pt')
     else:
         shutil.copytree(there, out / 'ckpt_dcp' / 'step_12')
         saved = read_dcp(there)
-    launch(fork, tmp_path, target, *FAST, '--init_from=resume', '--max_iters=20', before=LOADED)
+    launch(fork, tmp_path, target, *FAST, *QUICK, '--init_from=resume', '--max_iters=20', before=LOADED)
     keys = {}       # {parameter: its tensor and its state, by the state's names}
     for key in sorted(key for key in saved if key.startswith('optimizer.')):
         name = key.removeprefix('optimizer.state.').rpartition('.')[0]
@@ -197,7 +218,7 @@ def test_float16_and_ghost(fork, tmp_path):
     """A loss scale, and dots beside it, which leave the weights as they are."""
     launch(fork, tmp_path, 'plain', *FAST, *QUICK, '--max_iters=3', '--dtype=float16')
     for name, more in ('a', ['--use_ghost=True', '--grad_dump=True']), ('b', []):
-        launch(fork, tmp_path, 'fsdp2', *FAST, *QUICK, *more, '--max_iters=3', f'--out_dir={name}')
+        launch(fork, tmp_path, 'plain', *FAST, *QUICK, *more, '--max_iters=3', f'--out_dir={name}')
     a, b = (read_full(tmp_path / name / 'ckpt.pt') for name in 'ab')
     assert same(a, b)
 
@@ -210,7 +231,7 @@ def test_refused(fork, tmp_path, args, named):
 
 def test_no_offload(fork, tmp_path):
     args = [*MUON, '--use_fsdp=True', '--fsdp_cpu_offload=True']
-    assert '--optimizer=adamw' in fork(tmp_path, *args, nproc=2, rc=2, patient=True)
+    assert '--optimizer=adamw' in fork(tmp_path, *args, nproc=1, rc=2)
 
 
 def test_another_optimizer_or_model_is_not_resumed(fork, tmp_path):
@@ -228,9 +249,8 @@ def test_another_optimizer_or_model_is_not_resumed(fork, tmp_path):
 
 def test_not_in_hugging_face_form(fork, tmp_path):
     launch(fork, tmp_path, 'plain', '--rope=True', '--qk_norm=True', *QUICK, '--max_iters=1')
-    done = subprocess.run([sys.executable, f'{ROOT}/scripts/export.py', 'out', 'hf', '--to=hf'], cwd=tmp_path, env=ENV,
-                          capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and 'rope and no qk_norm' in done.stderr and done.stderr.count('\n') == 1, done.stderr
+    done = fork(tmp_path, 'out', 'hf', '--to=hf', script=f'{ROOT}/scripts/export.py', tiny_args=False, rc=1)
+    assert 'rope and no qk_norm' in done.err and done.err.count('\n') == 1, done.err
     assert not (tmp_path / 'hf').exists()
 
 
@@ -238,23 +258,23 @@ def test_not_in_hugging_face_form(fork, tmp_path):
 def test_rotation_is_complex_multiplication():
     torch.manual_seed(0)
     T, D = 9, 12
-    x = torch.randn(2, 3, T, D, dtype=torch.float64)
+    x = torch.randn(2, T, 2, 3, D, dtype=torch.float64)
     z = torch.complex(x[..., :D // 2], x[..., D // 2:])
     frequencies = torch.tensor([10000 ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
-    turn = torch.arange(5, 5 + T, dtype=torch.float64)[:, None] * frequencies
+    turn = torch.arange(T, dtype=torch.float64)[:, None, None, None] * frequencies
     z = z * torch.polar(torch.ones_like(turn), turn)
-    turned = rotate(x, angles(torch.arange(5, 5 + T), D, torch.float64))
-    assert (turned - torch.cat((z.real, z.imag), -1)).abs().max() < 1e-13
+    turned = rotate(x, rotary_tables(T, D).double())
+    assert (turned - torch.cat((z.real, z.imag), -1)).abs().max() < 1e-6
 
 
 def test_only_the_distance_counts():
     torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    q, k = torch.randn(2, 1, 1, 1, 1, 16, dtype=torch.float64)
+    tables = rotary_tables(104, 16).double()
 
     def score(i, j):
-        at_i, at_j = (angles(torch.tensor([place]), 16, torch.float64) for place in (i, j))
-        return (rotate(q, at_i) * rotate(k, at_j)).sum()
-    assert (score(3, 1) - score(103, 101)).abs() < 1e-12 and (score(3, 1) - score(4, 1)).abs() > 1e-3
+        return (rotate(q, tables[:, i:i + 1]) * rotate(k, tables[:, j:j + 1])).sum()
+    assert (score(3, 1) - score(103, 101)).abs() < 1e-6 and (score(3, 1) - score(4, 1)).abs() > 1e-3
 
 
 @pytest.mark.parametrize('rope,qk_norm', [(True, False), (False, True), (True, True)])
@@ -283,9 +303,10 @@ def test_attention_against_the_formula():
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, rope=True, qk_norm=True)
     attn = GPT(config).double().transformer.h[0].attn
-    x, turns = torch.randn(2, 8, 16, dtype=torch.float64), angles(torch.arange(8), 8, torch.float64)
-    q, k, v = (y.view(2, 8, 2, 8).transpose(1, 2) for y in attn.c_attn(x).chunk(3, -1))
+    x, turns = torch.randn(2, 8, 16, dtype=torch.float64), rotary_tables(8, 8).double()
+    q, k, v = (y.view(2, 8, 1, 2, 8) for y in attn.c_attn(x).chunk(3, -1))
     q, k = (rotate(y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt(), turns) for y in (q, k))
+    q, k, v = (y.squeeze(2).transpose(1, 2) for y in (q, k, v))
     scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(torch.ones(8, 8).tril() == 0, -torch.inf)
     expected = F.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), attn.c_proj.weight, attn.c_proj.bias)
     assert (attn(x, turns=turns) - expected).abs().max() < 1e-12
@@ -324,10 +345,15 @@ def test_half_as_float(fork, tmp_path):
     assert max(abs(a[i]['loss'] / b[i]['loss'] - 1) for i in a) < 2e-3
 
 
-@pytest.mark.parametrize('mode', ['plain', 'fsdp2'])
-def test_compile(fork, tmp_path, mode):
-    for name, compile in ('a', True), ('b', False):
-        launch(fork, tmp_path, mode, *FAST, *QUICK, '--n_layer=1', '--max_iters=3', f'--compile={compile}',
-               f'--out_dir={name}', warn=False)
-    a, b = (log_of(tmp_path / name)[0] for name in 'ab')
-    assert max(abs(a[i][k] / b[i][k] - 1) for i in a for k in ('loss', 'grad_norm')) < 2e-6
+def test_compiled():
+    """A compiled block gives the same results and gradients."""
+    torch.manual_seed(0)
+    block = Block(GPTConfig(n_layer=1, n_head=2, n_embd=16, qk_norm=True))
+    found = []
+    x, dy, turns = torch.randn(3, 8, 16), torch.randn(3, 8, 16), rotary_tables(8, 8)
+    for _ in range(2):
+        y = block(x, None, None, turns)
+        found.append([y, *torch.autograd.grad((y * dy).sum(), list(block.parameters()))])
+        block.compile(dynamic=False)
+    for a, b in zip(*found):
+        assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
