@@ -111,6 +111,10 @@ def choose_start(config, given, meta, shape_names):
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
+        trained_by = (start['config'] or {}).get('optimizer', 'adamw')
+        if trained_by != config['optimizer']:
+            raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: --optimizer={trained_by}, '
+                             'or begin a new run with its weights, in another out_dir')
         facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
         facts['told'].append('; '.join(told + changes(start, config, meta, shape_names)))
@@ -153,7 +157,8 @@ def pretrained(source, config, shape_given, meta, shape_names):
     if block_size > positions:
         raise ValueError(f'it has {positions} positions, so --block_size={positions} or less')
     model_args['block_size'] = block_size
-    weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
+    if not model_args['rope']:
+        weights['transformer.wpe.weight'] = weights['transformer.wpe.weight'][:block_size]
     return model_args, weights
 
 

@@ -2,8 +2,9 @@
 GPT-2 as plain PyTorch modules, and how each layer's backward pass yields per-sample gradient dot products ("ghost").
 This file knows nothing of ranks, devices or training loops.
 
-Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept;
-FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley in One Training Run (arXiv:2406.11011).
+Sources: the GPT-2 paper (Radford et al. 2019) and its released weights, whose parameter names are kept; rotary
+positions: RoFormer (Su et al. 2021); FLOPs per token: appendix B of PaLM (Chowdhery et al. 2022); ghost: Data Shapley
+in One Training Run (arXiv:2406.11011).
 
 Shapes at line ends: B samples, T tokens, C = n_embd, H heads, D = C/H, V = vocab_size.
 """
@@ -29,6 +30,8 @@ class GPTConfig:
     dropout: float = 0.0       # probability
     bias: bool = True          # in Linears and LayerNorms, as GPT-2 has it; False is a little faster and no worse
     gelu: str = 'tanh'         # 'tanh' as GPT-2 was trained | 'none': the exact form
+    rope: bool = False         # rotary positions in place of learned ones
+    qk_norm: bool = False      # queries and keys of length sqrt(D)
 
 
 def matmul_dtype(x):
@@ -144,17 +147,36 @@ class LayerNorm(nn.LayerNorm):
 
 # ---- the transformer -------------------------------------------------------------------------------------------------
 
+def rotary_tables(T, D):
+    """(2,T,D) float32: cosines and signed sines of the angles by which rotate() turns D numbers, at each position."""
+    frequencies = 10000 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)          # (D/2,) radians per token
+    angles = torch.arange(T)[:, None] * frequencies                                   # (T,D/2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float()
+
+
+def rotate(x, turns):
+    """x (B,T,n,H,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
+    cos, sin = turns[:, :, None, None]                                                # (T,1,1,D) each
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin      # a pair: a number of the first half, the one D/2 behind it
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.dropout, self.qk_norm = config.n_head, config.dropout, config.qk_norm
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x, rows=None, cache=None):
+    def forward(self, x, rows=None, cache=None, turns=None):
         B, T, C = x.shape
         qkv = self.c_attn(x, rows).view(B, T, 3, self.n_head, C // self.n_head)       # (B,T,3,H,D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                          # (B,H,T,D) each
+        if self.qk_norm or turns is not None:
+            qk, v = qkv.split((2, 1), 2)                                              # (B,T,2,H,D), (B,T,1,H,D)
+            q, k = self.prepare(qk, turns).permute(2, 0, 3, 1, 4)                     # (B,H,T,D) each
+            v = v.squeeze(2).transpose(1, 2)                                          # (B,H,T,D)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)                                      # (B,H,T,D) each
         if cache is not None:       # [k, v] of the tokens before; empty at the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -164,6 +186,15 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)     # (B,H,T,D)
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y, rows), self.dropout, self.training)
+
+    def prepare(self, qk, turns):
+        """Queries and keys (B,T,2,H,D), normalised and turned: both together and in one sum, so as to be one kernel."""
+        y = qk.to(torch.promote_types(qk.dtype, torch.float32))
+        if self.qk_norm:
+            y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        if turns is not None:
+            y = rotate(y, turns)
+        return y.to(qk.dtype)
 
 
 class MLP(nn.Module):
@@ -186,8 +217,9 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, rows=None, cache=None):    # rows: named from the block on, so that all blocks are one graph
-        x = x + self.attn(self.ln_1(x, rows), rows, cache)
+    def forward(self, x, rows=None, cache=None, turns=None):
+        # rows: named from the block on, so that all blocks are one graph; turns: rotary_tables(), None without rope
+        x = x + self.attn(self.ln_1(x, rows), rows, cache, turns)
         x = x + self.mlp(self.ln_2(x, rows), rows)
         return x
 
@@ -206,20 +238,30 @@ class GPT(nn.Module):
         super().__init__()
         if config.n_embd % config.n_head:
             raise ValueError(f'n_embd {config.n_embd} is not divisible by n_head {config.n_head}')
+        if config.rope and config.n_embd // config.n_head % 2:
+            raise ValueError(f'rope: n_embd / n_head = {config.n_embd // config.n_head} is odd, so it has no pairs')
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=Embedding(config.vocab_size, config.n_embd),
-            wpe=Embedding(config.block_size, config.n_embd),
-            h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            ln_f=LayerNorm(config.n_embd, bias=config.bias)))
+        self.transformer = nn.ModuleDict(dict(wte=Embedding(config.vocab_size, config.n_embd)))
+        if not config.rope:
+            self.transformer.wpe = Embedding(config.block_size, config.n_embd)
+        self.transformer.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.transformer.ln_f = LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.rope:
+            self.register_buffer('turns', torch.empty(2, config.block_size, config.n_embd // config.n_head),
+                                 persistent=False)
         self.tie()
         for block in self.transformer.h:   # each block adds twice to the residual stream: keep its variance near 1
             for projection in (block.attn.c_proj, block.mlp.c_proj):
                 initialise(projection.weight, std=0.02 / math.sqrt(2 * config.n_layer))
 
     def tie(self):
-        """One tensor embeds tokens and scores them; call again after whatever replaces parameters."""
+        """
+        One tensor embeds tokens and scores them, and the tables of rotary positions hold their values; call again after
+        whatever replaces parameters or buffers.
+        """
+        if self.config.rope:
+            self.turns.copy_(rotary_tables(*self.turns.shape[1:]))
         self.lm_head.weight = self.transformer.wte.weight
         if hasattr(self.lm_head, 'ghost_weight'):
             self.lm_head.ghost_weight = self.transformer.wte.ghost_weight
@@ -240,16 +282,20 @@ class GPT(nn.Module):
         table = s.unbind(0) if isinstance(s, torch.Tensor) else s                     # P rows (B,)
         rows = rows_of(self, table)     # of the layers outside the blocks
         x = self.transformer.wte(idx, rows)                                           # (B,T,C)
-        # positions are expanded before the tap, since their dy has to stay per sample
-        p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)    # (B,T,C)
-        if rows is not None:
-            p = tap(self.transformer.wpe, 'embedding', p, pos, rows)
-        x = x + p
+        turns = None
+        if self.config.rope:
+            turns = self.turns[:, past:past + idx.size(1)]                            # (2,T,D)
+        else:
+            # positions are expanded before the tap, since their dy has to stay per sample
+            p = F.embedding(pos, self.transformer.wpe.weight).expand(len(idx), -1, -1)      # (B,T,C)
+            if rows is not None:
+                p = tap(self.transformer.wpe, 'embedding', p, pos, rows)
+            x = x + p
         if matmul_dtype(x) == torch.bfloat16:
             x = x.to(torch.bfloat16)    # a bfloat16 residual stream halves its traffic
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.transformer.h):
-            x = block(x, rows_of(block, table), None if cache is None else cache[i])
+            x = block(x, rows_of(block, table), None if cache is None else cache[i], turns)
         if targets is None:
             return self.lm_head(self.transformer.ln_f(x[:, -1]))                      # (B,V)
         return self.loss(x, targets, rows)
@@ -332,16 +378,26 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
-    def param_groups(self, weight_decay):
-        """AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not."""
+    def param_groups(self, weight_decay, muon=False):
+        """
+        AdamW's two groups, each parameter in exactly one: matrices and embeddings decay, biases and norms do not.
+        muon: the blocks' matrices come in a group of their own, the first, which muon.py knows by its muon=True.
+        """
         params = [p for p in self.parameters() if p.requires_grad]   # tied ones come once; ghost_* are frozen
-        return [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
-                {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
+                  {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
+        if muon:
+            matrices = [p for p in self.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
+            groups[0]['params'] = [p for p in groups[0]['params'] if all(p is not matrix for matrix in matrices)]
+            groups.insert(0, {'params': matrices, 'weight_decay': weight_decay, 'muon': True})
+        return groups
 
     def num_params(self, positions=True):
         """Number of parameters, tied ones once, ghost_* not at all; positions=False leaves out wpe."""
         n = sum(p.numel() for p in self.parameters() if p.requires_grad)
-        return n if positions else n - self.transformer.wpe.weight.numel()
+        if positions or self.config.rope:
+            return n
+        return n - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 N for the weights, 12 L C T for attention."""

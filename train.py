@@ -39,6 +39,7 @@ from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled
 from kernels import peak_flops
 from model import GPT, GPTConfig
+from muon import Muon
 from profiling import profile_step, record_memory
 from weights import OPENAI
 
@@ -81,7 +82,10 @@ n_head = 12
 n_embd = 768                        # divisible by n_head
 dropout = 0.0                       # probability; 0 for pretraining, 0.1 or more for finetuning
 bias = False                        # in Linears and LayerNorms
-# ---- optimizer: AdamW ------------------------------------------------------------------------------------------------
+rope = False                        # rotary positions in place of learned ones
+qk_norm = False                     # queries and keys of length sqrt(n_embd / n_head)
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+optimizer = 'adamw'                 # 'adamw' | 'muon' for the blocks' matrices and AdamW for the rest; muon.py
 learning_rate = 6e-4                # maximum
 max_iters = 600000                  # optimizer steps in all
 weight_decay = 1e-1                 # of matrices and embeddings; 0 disables
@@ -183,7 +187,7 @@ for name in ('dropout', 'beta1', 'beta2'):
     require(config[name] < 1, f'{name}={config[name]}: must be at least 0 and below 1')
 choices = dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
                data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
-               compile=('auto', True, False, 'blocks'))
+               compile=('auto', True, False, 'blocks'), optimizer=('adamw', 'muon'))
 for name, values in choices.items():
     require(config[name] in values, f'{name}={config[name]!r}: expected {" or ".join(map(repr, values))}')
 require(out_dir, 'out_dir is empty: name a folder')
@@ -194,6 +198,8 @@ require(not wandb_log or find_spec('wandb'), 'wandb_log=True needs the package: 
 require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}: '
         f'--min_lr={learning_rate / 10:g}, or --decay_lr=False')
 require(n_embd % n_head == 0, f'n_embd={n_embd} is not divisible by n_head={n_head}')
+require(not rope or n_embd // n_head % 2 == 0,
+        f'rope=True turns pairs of numbers, and n_embd / n_head = {n_embd // n_head} is odd')
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 require(gradient_accumulation_steps % world_size == 0,
         f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
@@ -211,6 +217,8 @@ if use_fsdp:
     require(distributed, 'use_fsdp=True: start by torchrun --standalone --nproc_per_node=N train.py ...')
     require(world_size % fsdp_replicate == 0, f'HSDP: world size {world_size} is not a multiple of '
             f'fsdp_replicate={fsdp_replicate}; world size = fsdp_replicate x shards')
+    require(optimizer == 'adamw' or not fsdp_cpu_offload,
+            'fsdp_cpu_offload=True would make Muon multiply matrices on the CPU: --optimizer=adamw')
 else:
     require(fsdp_replicate == 1, f'fsdp_replicate={fsdp_replicate} needs --use_fsdp=True')
     require(not fsdp_cpu_offload, 'fsdp_cpu_offload=True needs --use_fsdp=True')
@@ -288,7 +296,7 @@ if use_ghost:
     require(ghost_val_batch_size == fits, f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the '
             f'{world_size} ranks, and if it is above {world_size * batch_size} of that: --ghost_val_batch_size={fits}')
 
-shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')
+shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
     start = find_start(config, given, meta, shape_names)
 for line in start['told']:
@@ -390,14 +398,18 @@ raw_model.tie()                         # to_empty has made two tensors of the e
 params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
 fused = device_type in ('cuda', 'cpu')
-optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=fused)
+if optimizer == 'muon':
+    opt = Muon(raw_model.param_groups(weight_decay, muon=True), lr=learning_rate, betas=(beta1, beta2), fused=fused)
+else:
+    opt = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=fused)
 scaler = torch.amp.GradScaler(device_type, enabled=dtype == 'float16')
 with one_line():        # fills all of them: rank 0's weights and state, or of a sharded checkpoint every rank its part
-    load_start(start, raw_model, optimizer, scaler)
+    load_start(start, raw_model, opt, scaler)
 assert raw_model.lm_head.weight is raw_model.transformer.wte.weight, 'wrapping or loading has untied the embeddings'
 if use_ddp:
     # Each rank holds the whole model. DDP collects gradients in buckets, and averages a bucket over the ranks as soon
     # as the backward pass has filled it.
+    raw_model._ddp_params_and_buffers_to_ignore = ['turns']     # rotary tables: every rank has made them
     model = torch.nn.parallel.DistributedDataParallel(raw_model, device_ids=[local_rank] if gpus else None,
                                                       gradient_as_bucket_view=True)
 autocast = nullcontext()
@@ -493,7 +505,7 @@ def ghost_begin_step():
         for p, ghost in ghost_pairs:
             gradient = mean_over_ranks(p.grad) if use_ddp else p.grad
             ghost.copy_(gradient / scale)
-    optimizer.zero_grad(set_to_none=not use_ddp)
+    opt.zero_grad(set_to_none=not use_ddp)
     model.train()
 
 def ghost_z():
@@ -583,7 +595,7 @@ def save(last, best):
                     best_val_loss=best_val_loss, config=config, meta=meta, scaler=scaler.state_dict(),
                     wandb_id=wandb_id)
     sharded = checkpoint_format == 'sharded'
-    save_checkpoint(out_dir, raw_model, optimizer, progress, last, best, sharded, checkpoint_async)
+    save_checkpoint(out_dir, raw_model, opt, progress, last, best, sharded, checkpoint_async)
     if not checkpoint_async:
         finish_saving(keep_checkpoints)
     what = ' and '.join(name for name, wanted in (('checkpoint', last), ('best', best)) if wanted)
@@ -632,8 +644,11 @@ compiled = compile if compile == 'blocks' else 'on' if compile else 'off'
 say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, fused AdamW {"yes" if fused else "no"}')
 held = sum(my_shard(p).numel() for p in params.values()) * 4 / 2**20      # MiB of float32 parameters
 whole = num_params * 4 / 2**20
+moments = 2         # numbers of optimizer state per parameter
+if optimizer == 'muon':     # one for the blocks' matrices
+    moments -= sum(p.numel() for p in opt.param_groups[0]['params']) / num_params
 say(f'{num_params:,} parameters; rank 0 holds MiB of parameters + gradients + optimizer state: '
-    f'{held:.1f} + {held:.1f} + {2 * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {2 * whole:.1f}')
+    f'{held:.1f} + {held:.1f} + {moments * held:.1f}; with DDP: {whole:.1f} + {whole:.1f} + {moments * whole:.1f}')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches '
     f'x {world_size} ranks = {tokens_per_step:,}')
 tokens_in_all = samples_before(max_iters) * block_size
@@ -662,7 +677,7 @@ if use_ddp and not eval_only:
     with autocast:
         loss = model(X, Y, ghost_z())
     loss.mean().backward()
-    optimizer.zero_grad(set_to_none=False)
+    opt.zero_grad(set_to_none=False)
 saved_at = start_iter       # the step of the newest ckpt.pt
 if start['resumed_from'] and start['resumed_from'].endswith('best.pt'):
     saved_at = 0            # it is older, or missing
@@ -671,7 +686,7 @@ sound = True                # whether the last evaluation was finite
 timed_from, clock = start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group['lr'] = lr
 
     done, improved = iter_num >= max_iters, False
@@ -727,7 +742,7 @@ while True:
         if use_ghost:
             ghost_end_micro_batch(losses)
 
-    scaler.unscale_(optimizer)              # nothing unless float16
+    scaler.unscale_(opt)                    # nothing unless float16
     if grad_dump:
         dump_gradients()
     grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)      # inf only measures it
@@ -740,7 +755,7 @@ while True:
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
-        scaler.step(optimizer)              # optimizer.step(), and in float16 the scale may grow
+        scaler.step(opt)                    # opt.step(), and in float16 the scale may grow
         scaler.update()
     else:
         overflow = scaler.is_enabled() and math.isfinite(train_loss) and loss_scale > 1     # normal in float16
@@ -754,7 +769,7 @@ while True:
                 'try a lower learning_rate, or on_nonfinite=skip to leave such steps out')
             finish_writing()
             sys.exit(1)
-    optimizer.zero_grad(set_to_none=not use_ddp)    # DDP's gradients are views into its buckets, and have to stay
+    opt.zero_grad(set_to_none=not use_ddp)  # DDP's gradients are views into its buckets, and have to stay
     if use_ghost:
         ghost_end_step(finite)
     iter_num += 1

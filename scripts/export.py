@@ -144,6 +144,10 @@ def export(src, dst, to):
         path = os.path.join(dst, 'ckpt_dcp', f'step_{ckpt["iter_num"]}')
     else:
         path = dst
+        unknown = [name for name in ('rope', 'qk_norm') if ckpt['model_args'][name]]
+        if unknown:
+            raise ValueError(f'{source}: GPT-2 in Hugging Face form has no {" and no ".join(unknown)}: --to=full or '
+                             '--to=sharded')
     if os.path.isfile(path) or os.path.isdir(path) and os.listdir(path):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
     told = f'wrote {path} from {source}, step {ckpt["iter_num"]}'

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-NAMES = ('data', 'scripts', 'model', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins', 'corpus',
-         'tests', 'train', 'plot', 'sample', 'export', 'bench')
+NAMES = ('data', 'scripts', 'model', 'muon', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins',
+         'corpus', 'tests', 'train', 'plot', 'sample', 'export', 'bench')
 
 
 def below(*patterns):

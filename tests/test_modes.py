@@ -339,7 +339,7 @@ def test_tie_and_dropout_survive_resume(fork, tmp_path):
     tie = """
 m = g['raw_model']
 assert m.lm_head.weight is m.transformer.wte.weight
-assert sum(p is m.lm_head.weight for group in g['optimizer'].param_groups for p in group['params']) == 1
+assert sum(p is m.lm_head.weight for group in g['opt'].param_groups for p in group['params']) == 1
 """
     for mode in ('plain', 'ddp2', 'fsdp2'):
         launch(fork, tmp_path, mode, *args, '--max_iters=4', f'--out_dir={mode}_whole', after=tie)
