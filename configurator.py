@@ -19,9 +19,9 @@ from contextlib import contextmanager
 
 ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up here after the working directory
 
-# What other trainers call our settings: an error that names an unknown name suggests ours. docs/coming_from.md says what
-# differs in meaning. In this order: GhostSuite, OLMo-core's gradient dumper, the Hugging Face Trainer and its models'
-# configurations, and tutorials.
+# What other trainers call our settings: an error that names an unknown name suggests ours. docs/coming_from.md says
+# what differs in meaning. In this order: GhostSuite, OLMo-core's gradient dumper, the Hugging Face Trainer and its
+# models' configurations, and tutorials.
 ELSEWHERE = dict(
     method='use_ghost', val_batch_size='ghost_val_batch_size', dot_prod_save_interval='ghost_save_interval',
     architecture='n_layer', max_steps='max_iters', warmup_step='warmup_iters', train_set='dataset',

@@ -90,7 +90,7 @@ def find_keys(dir, names=None):
 
 
 def load_keys(dir, names=None):
-    """Yield the gradient of each of `names` (None: all), in their order, one in memory at a time, on CPU, dtype as saved.
+    """Yield the gradients of `names` (None: all) in their order, one in memory at a time, on CPU, dtype as saved.
 
     `dir` as in get_checkpoint_metadata; a sampled dump yields the first rows it holds, (n, ...) instead of (rows, ...).
     Raises ValueError (one line) for an unknown name, before any is read, and for a missing or torn file.
