@@ -58,7 +58,8 @@ def test_effect_against_central_differences(grad_clip, muon):
     # measure() puts the same together, and leaves the model as it was
     put(model, weights)
     _, with_all, truth, values = measure(model, state, 7, [X], windows, 4, [1], config)
-    assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-12 and abs(truth[3, 0] - (loss_with(3, -1.0) - with_all[0])) < 1e-12
+    assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-12
+    assert abs(truth[3, 0] - (loss_with(3, -1.0) - with_all[0])) < 1e-12
     assert abs(values[3, 2] - effect) < 1e-12
     put(model, weights)
 
