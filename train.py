@@ -740,9 +740,9 @@ while True:
     grad_norm = full(grad_norm).to(device)
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
     stop = torch.full((), stop_signal, device=device)
-    own = torch.where(torch.arange(world_size, device=device) == rank, train_loss, 0)   # a place for each rank's loss
-    numbers = mean_over_ranks(torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), own)))
-    train_loss, grad_norm, stop, *own = numbers.tolist()
+    rank_losses = torch.where(torch.arange(world_size, device=device) == rank, train_loss, 0)   # in its own place
+    numbers = mean_over_ranks(torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses)))
+    train_loss, grad_norm, stop, *rank_losses = numbers.tolist()
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
@@ -779,7 +779,7 @@ while True:
             f'{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left', passing=True)
         log(dict(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr,
                  grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu,
-                 memory_gib=memory, loss_max=max(own) * world_size, alloc_retries=retries))
+                 memory_gib=memory, loss_max=max(rank_losses) * world_size, alloc_retries=retries))
     if iter_num == start_iter + 1 and gpus:
         now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
