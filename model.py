@@ -156,8 +156,8 @@ def rotary_tables(T, D):
 
 
 def rotate(x, turns):
-    """x (B,T,H,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
-    cos, sin = turns[:, :, None]                                                      # (T,1,D) each
+    """x (B,T,n,H,D) with its pairs turned: q . k then depends on how far apart the two tokens are, not on where."""
+    cos, sin = turns[:, :, None, None]                                                # (T,1,1,D) each
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin      # a pair: a number of the first half, the one D/2 behind it
 
 
@@ -171,10 +171,12 @@ class Attention(nn.Module):
     def forward(self, x, rows=None, cache=None, turns=None):
         B, T, C = x.shape
         qkv = self.c_attn(x, rows).view(B, T, 3, self.n_head, C // self.n_head)       # (B,T,3,H,D)
-        # unbind, since then the compiled backward pass writes the gradients of q, k and v where c_attn needs them
-        q, k, v = qkv.unbind(2)                                                       # (B,T,H,D) each
-        q, k = self.prepare(q, turns), self.prepare(k, turns)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))                              # (B,H,T,D) each
+        if self.qk_norm or turns is not None:
+            qk, v = qkv.split((2, 1), 2)                                              # (B,T,2,H,D), (B,T,1,H,D)
+            q, k = self.prepare(qk, turns).permute(2, 0, 3, 1, 4)                     # (B,H,T,D) each
+            v = v.squeeze(2).transpose(1, 2)                                          # (B,H,T,D)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)                                      # (B,H,T,D) each
         if cache is not None:       # [k, v] of the tokens before; empty at the first call
             if cache:
                 k, v = torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
@@ -185,16 +187,14 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).reshape(B, T, C)
         return F.dropout(self.c_proj(y, rows), self.dropout, self.training)
 
-    def prepare(self, x, turns):
-        """Queries or keys x (B,T,H,D), normalised and turned, if the model has that: compiled, one kernel."""
-        if not self.qk_norm and turns is None:
-            return x
-        y = x.to(torch.promote_types(x.dtype, torch.float32))
+    def prepare(self, qk, turns):
+        """Queries and keys (B,T,2,H,D), normalised and turned: both together and in one sum, so as to be one kernel."""
+        y = qk.to(torch.promote_types(qk.dtype, torch.float32))
         if self.qk_norm:
             y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
         if turns is not None:
             y = rotate(y, turns)
-        return y.to(x.dtype)
+        return y.to(qk.dtype)
 
 
 class MLP(nn.Module):

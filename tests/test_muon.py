@@ -258,10 +258,10 @@ def test_not_in_hugging_face_form(fork, tmp_path):
 def test_rotation_is_complex_multiplication():
     torch.manual_seed(0)
     T, D = 9, 12
-    x = torch.randn(2, T, 3, D, dtype=torch.float64)
+    x = torch.randn(2, T, 2, 3, D, dtype=torch.float64)
     z = torch.complex(x[..., :D // 2], x[..., D // 2:])
     frequencies = torch.tensor([10000 ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
-    turn = torch.arange(T, dtype=torch.float64)[:, None, None] * frequencies
+    turn = torch.arange(T, dtype=torch.float64)[:, None, None, None] * frequencies
     z = z * torch.polar(torch.ones_like(turn), turn)
     turned = rotate(x, rotary_tables(T, D).double())
     assert (turned - torch.cat((z.real, z.imag), -1)).abs().max() < 1e-6
@@ -269,7 +269,7 @@ def test_rotation_is_complex_multiplication():
 
 def test_only_the_distance_counts():
     torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    q, k = torch.randn(2, 1, 1, 1, 1, 16, dtype=torch.float64)
     tables = rotary_tables(104, 16).double()
 
     def score(i, j):
@@ -304,9 +304,9 @@ def test_attention_against_the_formula():
     config = GPTConfig(vocab_size=50, block_size=8, n_layer=1, n_head=2, n_embd=16, rope=True, qk_norm=True)
     attn = GPT(config).double().transformer.h[0].attn
     x, turns = torch.randn(2, 8, 16, dtype=torch.float64), rotary_tables(8, 8).double()
-    q, k, v = (y.view(2, 8, 2, 8) for y in attn.c_attn(x).chunk(3, -1))
+    q, k, v = (y.view(2, 8, 1, 2, 8) for y in attn.c_attn(x).chunk(3, -1))
     q, k = (rotate(y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt(), turns) for y in (q, k))
-    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    q, k, v = (y.squeeze(2).transpose(1, 2) for y in (q, k, v))
     scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(torch.ones(8, 8).tril() == 0, -torch.inf)
     expected = F.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), attn.c_proj.weight, attn.c_proj.bias)
     assert (attn(x, turns=turns) - expected).abs().max() < 1e-12
