@@ -85,8 +85,9 @@ if child:
 '''
 
 
-_ports = itertools.cycle(range(20000, 30000))
-for _ in range(os.getpid() * 100 % 10000):      # test runs side by side
+WORKER = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])      # pytest-xdist's processes: gw0 and gw1
+_ports = itertools.cycle(range(20000 + WORKER % 2 * 5000, 25000 + WORKER % 2 * 5000))
+for _ in range(os.getpid() * 100 % 5000):       # test runs side by side
     next(_ports)
 
 
@@ -158,6 +159,8 @@ def fork(fork_server, tiny):
             (folder / name).unlink(missing_ok=True)
         argv = [script, *([f'--dataset={tiny}', *TINY] if tiny_args else []), *map(str, args)]
         there = tree(cwd)
+        if rc == 2 and patient:     # configurator.fail: the ranks that are silent wait 5 s for the one that speaks
+            before = 'import time; sleep = time.sleep; time.sleep = lambda s: sleep(s / 10)\n' + before
         server.stdin.write(json.dumps(dict(argv=argv, cwd=str(cwd), nproc=nproc, port=free_port(), before=before,
                                            after=after, env=env, patient=patient, warn=warn,
                                            stdout=stdout or str(folder / 'stdout'), stderr=str(folder / 'stderr'),
@@ -222,6 +225,17 @@ def record(mode, what, difference):
     """Note a difference of a mode from plain training, or from plain autograd, for the table at the session's end."""
     WORST[mode, what] = max(difference, WORST.get((mode, what), 0.0))
     return difference
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, 'workeroutput'):     # one of two processes: what it has measured goes to the first
+        session.config.workeroutput['worst'] = [[*key, value] for key, value in WORST.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for mode, what, difference in getattr(node, 'workeroutput', {}).get('worst', []):
+        record(mode, what, difference)
 
 
 def pytest_terminal_summary(terminalreporter):

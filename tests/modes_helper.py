@@ -24,6 +24,7 @@ MODES = {
     'fsdp4': (4, ['--use_fsdp=True']),
     'hsdp4': (4, ['--use_fsdp=True', '--fsdp_replicate=2']),
 }
+FOUR = ('plain', 'ddp2', 'fsdp2', 'hsdp4')      # one of each kind: what most tests compare
 # 16 samples per step, in 8 micro-batches: two for each of 4 ranks; 3 blocks, so that groups come out uneven
 SMALL = (
     '--n_layer=3 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=8 --weight_decay=0.1 '
@@ -32,6 +33,13 @@ SMALL = (
 GHOST = '--use_ghost=True --ghost_per_param=True'.split()
 DUMP = '--grad_dump=True --grad_dump_step_interval=4'.split()
 SHARDED = '--checkpoint_format=sharded'
+QUICK = ['--eval_interval=100', '--eval_iters=1']
+# after a run: the embedding and the head are one tensor, also for the optimizer
+TIED = """
+m = g['raw_model']
+assert m.lm_head.weight is m.transformer.wte.weight
+assert sum(p is m.lm_head.weight for group in g['opt'].param_groups for p in group['params']) == 1
+"""
 _runs = {}
 
 
