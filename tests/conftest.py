@@ -28,7 +28,7 @@ TINY = ('--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch
 
 # Importing torch takes seconds, so one process does it once, and each job is a fork of it that becomes the script.
 SERVER = r'''
-import gc, json, os, runpy, signal, sys, time, traceback, warnings
+import gc, json, os, runpy, signal, sys, time, warnings
 import numpy, torch, torch._dynamo, torch.distributed.checkpoint.state_dict, safetensors.torch
 import codecs, collections, concurrent.futures, ctypes.util, getpass, hmac, http.client, multiprocessing, tempfile
 import urllib.request, zipfile
@@ -78,7 +78,7 @@ if child:
     except SystemExit as stop:
         code = stop.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())     # train.py has its own
         code = 1
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)      # taking torch down orderly takes as long as the whole run
@@ -97,6 +97,13 @@ def free_port():
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(('127.0.0.1', port))
             return str(port)
+
+
+# code for fork(before=...): the same in the script's process
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import ENV, TINY, TRAIN, ckpt_of, free_port, log_of, record
+from conftest import ENV, FULL_DISK, TINY, TRAIN, ckpt_of, free_port, log_of, record
 from modes_helper import (
     FOUR,
     GHOST,
@@ -279,18 +279,13 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 """
 
 
-FULL_DISK = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-"""
-
-
 def test_a_full_disk_is_told_by_the_ranks(fork, tmp_path):
     """One line from each, no traceback; the checkpoint before stays, and the run goes on from it."""
     pytest.importorskip('resource')
     args = SMALL + ['--use_fsdp=True', SHARDED, '--checkpoint_interval=2', *QUICK]
     fork(tmp_path, *args, '--max_iters=2', nproc=2)
-    result = fork(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1, patient=True, before=FULL_DISK)
+    result = fork(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1, patient=True, 
+                  before=FULL_DISK.format(size=60_000))
     said = [line for line in result.err.splitlines() if 'train.py: ' in line]
     assert said and all('make room' in line for line in said) and 'inline_container' not in result.err, result.err
     assert 'Traceback' not in result.err and result.codes == [1, 1]
