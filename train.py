@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from checkpoint import (begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
                         on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled
+from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
 from muon import Muon
@@ -311,17 +311,8 @@ def samples_before(step):
     return start['samples_seen'] + (step - start_iter) * samples_per_step
 
 def train_offsets(step, j):
-    """
-    Token offsets, int64 (n,), of samples j (n,) of an optimizer step: a pure function of (seed, step, j). Which rank
-    reads a sample in which micro-batch changes nothing, resuming needs no stored position, and a sample has a lasting
-    name: its offset in train.bin.
-    """
-    _, _, tokens = bins['train']
-    if data_order == 'random':
-        return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
-    windows = (tokens - 1) // block_size
-    epoch, k = np.divmod(samples_before(step) + j, windows)
-    return shuffled(k, windows, seed, epoch) * block_size
+    """Token offsets, int64 (n,), of samples j (n,) of an optimizer step over all ranks."""
+    return sample_offsets(data_order, seed, step, j, samples_before(step), bins['train'][2], block_size)
 
 def read_windows(split, offsets):
     """Inputs and targets on the device, int64 (len(offsets), block_size) each, the targets one token later."""

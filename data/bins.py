@@ -55,6 +55,20 @@ def shuffled(k, n, seed, epoch):
     return k
 
 
+def sample_offsets(order, seed, step, j, seen, tokens, block_size):
+    """
+    Token offsets, int64 (n,), of samples j (n,) of an optimizer step: a pure function of its arguments. Which rank
+    reads a sample in which micro-batch changes nothing, resuming needs no stored position, and a sample has a lasting
+    name: its offset in train.bin, which has so many tokens.
+    order: 'random', windows with replacement, or 'epoch', each once per epoch; seen: samples before this step.
+    """
+    if order == 'random':
+        return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
+    windows = (tokens - 1) // block_size
+    epoch, k = np.divmod(seen + j, windows)
+    return shuffled(k, windows, seed, epoch) * block_size
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
     def find_class(self, module, name):

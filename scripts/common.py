@@ -7,6 +7,8 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from configurator import fail
 from data.bins import find_folder, load_meta, write_file
 from data.corpus import get_tokenizer
@@ -85,6 +87,34 @@ def find_tokenizer(source, checkpoint):
     if ids not in (tokenizer.vocab_size, math.ceil(tokenizer.vocab_size / 64) * 64):    # padded, for a GPU's sake
         raise ValueError(f'{source} has {ids} token ids and {whose} {tokenizer.vocab_size}: not made for each other')
     return tokenizer
+
+
+# ---- runs, done again ------------------------------------------------------------------------------------------------
+
+def lr_at(config, step):
+    """The learning rate of a step of the run with this config, as train.py's lr_at."""
+    factor = config['gradient_accumulation_steps'] if config['scale_lr'] else 1
+    highest, lowest = config['learning_rate'] * factor, config['min_lr'] * factor
+    warmup, end = config['warmup_iters'], config['lr_decay_iters']
+    if not config['decay_lr']:
+        return highest
+    if step < warmup:
+        return highest * (step + 1) / warmup
+    if step >= end:
+        return lowest
+    way = (step - warmup) / (end - warmup)
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * way)) / 2
+
+
+def ranks(x):
+    """The ranks of x (..., n) along its last axis, from 0; equal values in the order in which they stand."""
+    return np.argsort(np.argsort(x, -1, kind='stable'), -1, kind='stable').astype(np.float64)
+
+
+def spearman(x, y):
+    """Spearman's correlation of the last axes of x (..., n) and y (..., n): that of their ranks."""
+    x, y = (r - r.mean(-1, keepdims=True) for r in (ranks(x), ranks(y)))
+    return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------

@@ -1,16 +1,24 @@
 """What each training window did for the validation loss, from a run with use_ghost=True (In-Run Data Shapley).
 
 python scripts/data_value.py OUT_DIR [--out=FOLDER] [--top=N]     FOLDER default: OUT_DIR/data_value; N default: 10
+python scripts/data_value.py OUT_DIR --drop=0.2 --to=NAME         also writes the data without the worst fifth
 
 Writes windows.csv and windows.jsonl (every window, the best first; the latter with its text), domains.csv and
 data_value.png. The value of a sample at a step, lr * clip_coef * dot / B with B samples in the step, is the decrease of
 the validation loss that its gradient predicts to first order, in nats per token; a window's value is the sum over the
 run. It is that of plain gradient descent, whatever the optimizer; docs/values.md says how to read it.
+
+--drop, a share below 1, of a run with data_order=epoch: data/NAME, or the path NAME, gets the dataset without that
+share of the scored windows, those of the lowest values, ready for train.py --dataset=NAME; dropped.csv there lists
+them. scripts/retrain.py --compare=NAME tells whether this is worth anything.
 """
 import csv
+import hashlib
 import io
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_folder, fingerprint, load_meta
+from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
 from data.corpus import get_tokenizer
 from scripts.common import fail, literal, load_pyplot, note, one_line_parser, printing, write_picture, write_result
 
@@ -194,14 +202,85 @@ def show(steps, samples, windows, domain_rows, block_size, text, top):
             print(f'{rank:>5} {offset:>14,} {value:>11.3g} {visits:>7,} {loss:>7.3f}  {words}')
 
 
+def new_folder(name):
+    """The folder of a new dataset: data/NAME, or NAME if it is a path. ValueError (one line) if it is there already."""
+    folder = Path(name)
+    if folder.name == name and not name.startswith('.'):
+        folder = DATA / name
+    if folder.exists():
+        raise ValueError(f'--to={name}: {folder} is there already; choose another name or delete it')
+    return folder
+
+
+def without(tokens, dropped, block_size):
+    """The tokens without the windows (windows,) that are dropped. The rest moves up, so the last target of a window
+    before a gap becomes the first token behind it; what follows the last window stays."""
+    end = len(dropped) * block_size
+    body = np.asarray(tokens[:end]).reshape(len(dropped), block_size)
+    return np.concatenate([body[~dropped].ravel(), tokens[end:]])
+
+
+def without_domains(domains, dropped, block_size):
+    """Where domains [{name, start, end}] of the tokens are after without(); those of which nothing is left are gone."""
+    edges = np.concatenate([[0], np.cumsum(~dropped)]) * block_size     # tokens kept before each window, and in all
+
+    def moved(position):
+        window = min(position // block_size, len(dropped))
+        into = position - window * block_size       # tokens into the window, or behind the last one
+        if window < len(dropped) and dropped[window]:
+            into = 0
+        return int(edges[window]) + into
+    moved_domains = [{**d, 'start': moved(d['start']), 'end': moved(d['end'])} for d in domains]
+    return [d for d in moved_domains if d['end'] > d['start']]
+
+
+def drop_worst(out_dir, config, then, offset, value, share, folder):
+    """The run's dataset without the share of its scored windows that has the lowest values -> folder, which appears
+    whole. then: read_metas' record of the tokens that the run saw. ValueError (one line) if they are others now."""
+    if config['data_order'] != 'epoch':
+        raise ValueError(f'{out_dir}: --drop needs a run with --data_order=epoch, whose windows do not overlap')
+    block_size = config['block_size']
+    (path, dtype, tokens), meta = find_bin(config['dataset'], 'train')
+    (val, _, val_tokens), _ = find_bin(config['dataset'], 'val')
+    seen = then.get('fingerprint')
+    if seen and seen != fingerprint(path, meta) or offset.max() + block_size > tokens:
+        raise ValueError(f'{path} was prepared anew since the run: other text under the same offsets')
+    worst = np.argsort(value, kind='stable')[:int(share * len(value))]
+    dropped = np.zeros((tokens - 1) // block_size, bool)
+    dropped[offset[worst] // block_size] = True
+    content = without(np.fromfile(path, dtype), dropped, block_size).tobytes()
+
+    meta = {'vocab_size': GPT2_VOCAB, 'dtype': dtype.name, **meta}
+    if meta.get('domains'):
+        meta['domains'] = without_domains(meta['domains'], dropped, block_size)
+    meta['splits'] = {'val': {'tokens': val_tokens}, **(meta.get('splits') or {})}
+    meta['splits']['train'] = {'tokens': len(content) // dtype.itemsize, 'sha256': hashlib.sha256(content).hexdigest()}
+    meta['dropped'] = {'windows': len(worst), 'of': len(dropped), 'block_size': block_size, 'why': 'the lowest values',
+                       'run': str(out_dir.resolve()), 'dataset': config['dataset']}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as beside:
+        made = Path(beside, 'data')
+        made.mkdir()
+        shutil.copyfile(val, made / 'val.bin')
+        write_result(made / 'train.bin', content)
+        write_csv(made / 'dropped.csv', ('offset', 'value'), [(int(offset[i]), float(value[i])) for i in worst])
+        write_result(made / 'meta.json', json.dumps(meta).encode())
+        made.rename(folder)
+    print(f'wrote {folder}: without {len(worst):,} of {len(dropped):,} windows of {block_size} tokens\n')
+
+
 def main():
-    parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N]')
+    parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N] [--drop=SHARE --to=NAME]')
+    parser.add_argument('--drop', metavar='SHARE', type=float)
+    parser.add_argument('--to', metavar='NAME')
     parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
     parser.add_argument('--out', metavar='FOLDER', type=Path)
     parser.add_argument('--top', metavar='N', type=int, default=10)
     args = parser.parse_args()
     if args.top < 1:
         parser.error(f'--top={args.top}: must be at least 1')
+    if (args.drop is None) != (args.to is None) or args.drop is not None and not 0 < args.drop < 1:
+        parser.error(f'--drop={args.drop} --to={args.to}: a share between 0 and 1, and the name of a new dataset')
     out_dir, out = args.out_dir, args.out or args.out_dir / 'data_value'
     steps, samples = read_ghost(out_dir)
     try:
@@ -209,6 +288,7 @@ def main():
         folder, block_size = find_folder(config['dataset']), config['block_size']
     except (OSError, ValueError, LookupError, TypeError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
+    new = new_folder(args.to) if args.to else None
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -216,6 +296,8 @@ def main():
 
     offset, value, visits, loss = by_window(samples)
     then, now = read_metas(out_dir, folder)
+    if new:
+        drop_worst(out_dir, config, then, offset, value, args.drop, new)
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
     names, domain_of = find_domains(then or now)
     domain = domain_of(offset)

@@ -1,0 +1,276 @@
+"""Is a sample's value true of its step? Leaves samples out of one real step, and measures the validation loss after it.
+
+python scripts/leave_one_out.py CHECKPOINT [--samples=32] [--horizon=1,5,20] [--windows=32] [--out=FOLDER]
+                                [--device=auto]
+
+CHECKPOINT: a run's out_dir, whose newest checkpoint is taken, or one checkpoint, such as OUT_DIR/ckpt_dcp/step_400.
+From there the next step is taken with the whole batch, and once for each of its first N samples without that one, whose
+weight in the mean gradient is then 0; clipping and the optimizer's step are real. The change of the validation loss is
+what the sample did, in nats: after that step and, with --horizon, after more steps, which are the same for all.
+Validation windows: the fixed ones of a ghost run, or with --windows so many, evenly spread over the validation split.
+
+Three values of each sample are held against it, in nats too (docs/values.md):
+  dot      lr * clip_coef * <g_i, G> / B, as scripts/data_value.py has it: plain gradients before the step
+  update   the same with G carried back through the optimizer as it is known before the step
+  effect   exact to first order: the gradient after the step, carried back through this step's optimizer and clipping
+Prints how well they agree, and writes stepN.csv and stepN.png into FOLDER, by default leave_one_out beside the
+checkpoint. Computes in float32, without dropout, on one CPU or GPU.
+"""
+import csv
+import io
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.bins import find_bin, fingerprint, read_tokens, sample_offsets
+from model import GPT, GPTConfig
+from scripts.common import (fail, load_pyplot, lr_at, note, one_line_parser, printing, spearman, write_picture,
+                            write_result)
+from weights import newest_checkpoint, read_checkpoint
+
+KINDS = 'dot', 'update', 'effect'
+EPS, MOMENTUM = 1e-8, 0.95      # of AdamW, and of Muon: train.py leaves them at these values
+
+
+# ---- a step of training as pure functions, {name: tensor} to {name: tensor}, through which autograd can go ----------
+def clip(gradient, limit):
+    """The gradient scaled down to the norm `limit` (0: never), as torch's clip_grad_norm_ does; and the factor."""
+    norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+    return {name: g * factor for name, g in gradient.items()}, factor
+
+
+def step(weights, gradient, state, lr, config):
+    """The weights and the optimizer's state after a step with this (clipped) gradient: AdamW's, or Muon's for what has
+    a momentum_buffer."""
+    after, state_after = {}, {}
+    for name, w in weights.items():
+        g, s = gradient[name], state[name]
+        decay = config['weight_decay'] if w.dim() >= 2 else 0.0
+        if 'momentum_buffer' in s:
+            from muon import orthogonal
+            mean = s['momentum_buffer'].lerp(g, 1 - MOMENTUM)
+            move = 0.2 * math.sqrt(max(w.shape)) * orthogonal(g.lerp(mean, MOMENTUM)[None])[0]
+            state_after[name] = {'momentum_buffer': mean}
+        else:
+            beta1, beta2, t = config['beta1'], config['beta2'], int(s['step']) + 1
+            mean = beta1 * s['exp_avg'] + (1 - beta1) * g
+            square = beta2 * s['exp_avg_sq'] + (1 - beta2) * g * g
+            # where square is 0, as for tokens never seen, the root has no derivative: there the mean is 0 too
+            root = (square / (1 - beta2 ** t)).clamp(min=torch.finfo(g.dtype).tiny).sqrt()
+            move = mean / (1 - beta1 ** t) / (root + EPS)
+            state_after[name] = {'exp_avg': mean, 'exp_avg_sq': square, 'step': t}
+        after[name] = w * (1 - lr * decay) - lr * move
+    return after, state_after
+
+
+def effect_vector(weights, gradient, state, lr, config, G_after):
+    """u with <g_i, u> / B = minus the derivative of the validation loss after the step by sample i's weight: minus
+    G_after, the gradient there, carried back through the step and clipping. gradient: the batch's mean."""
+    leaves = {name: g.detach().clone().requires_grad_() for name, g in gradient.items()}
+    with torch.enable_grad():
+        after, _ = step(weights, clip(leaves, config['grad_clip'])[0], state, lr, config)
+        back = torch.autograd.grad(list(after.values()), list(leaves.values()), list(G_after.values()))
+    return {name: -b for name, b in zip(leaves, back)}
+
+
+def update_vector(G, state, lr, config):
+    """G carried back through the optimizer as it is known before the step: times AdamW's factor, with v as if the
+    validation batch were the next; for Muon, through the orthogonalisation at the momentum before the step."""
+    carried = {}
+    for name, s in state.items():
+        g = G[name]
+        if 'momentum_buffer' in s:
+            from muon import orthogonal
+            ahead = (s['momentum_buffer'] * MOMENTUM ** 2).requires_grad_()
+            with torch.enable_grad():
+                back, = torch.autograd.grad(orthogonal(ahead[None])[0], ahead, g)
+            carried[name] = lr * 0.2 * math.sqrt(max(g.shape)) * (1 - MOMENTUM ** 2) * back
+        else:
+            beta1, beta2, t = config['beta1'], config['beta2'], int(s['step']) + 1
+            square = beta2 * s['exp_avg_sq'] + (1 - beta2) * g * g
+            carried[name] = lr * (1 - beta1) / (1 - beta1 ** t) * g / ((square / (1 - beta2 ** t)).sqrt() + EPS)
+    return carried
+
+
+def dot(a, b):
+    """<a, b> of two {name: tensor}, summed in float64."""
+    return sum((a[name] * b[name]).sum(dtype=torch.float64) for name in a).item()
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+def gradient_of(model, windows):
+    """{name: gradient of the mean loss} over windows (n, block_size + 1), some thousand tokens at a time."""
+    params, total = dict(model.named_parameters()), None
+    for part in windows.split(max(1, 8192 // windows.size(1))):
+        loss = model(part[:, :-1], part[:, 1:]).sum() / len(windows)
+        found = torch.autograd.grad(loss, list(params.values()))
+        total = found if total is None else [a + b for a, b in zip(total, found)]
+    return dict(zip(params, total))
+
+
+@torch.no_grad()
+def loss_of(model, windows):
+    """The mean loss over windows (n, block_size + 1), summed in float64."""
+    parts = windows.split(max(1, 8192 // windows.size(1)))
+    return sum(model(part[:, :-1], part[:, 1:]).double().sum().item() for part in parts) / len(windows)
+
+
+@torch.no_grad()
+def put(model, weights):
+    for name, p in model.named_parameters():
+        p.copy_(weights[name])
+
+
+def losses_after(model, weights, gradient, state, t, batches, windows, horizon, config):
+    """The validation loss so many steps later, for each number of steps in horizon: the first, step t, with this mean
+    gradient, the others with that of their own batch. batches[h]: of step t + h."""
+    found = {}
+    with torch.no_grad():
+        for h in range(max(horizon)):
+            if h > 0:
+                torch.set_float32_matmul_precision('high')      # TF32 on a GPU, where the truth allows it
+                with torch.enable_grad():
+                    gradient = gradient_of(model, batches[h])
+                torch.set_float32_matmul_precision('highest')
+            weights, state = step(weights, clip(gradient, config['grad_clip'])[0], state, lr_at(config, t + h), config)
+            put(model, weights)
+            if h + 1 in horizon:
+                found[h + 1] = loss_of(model, windows)
+    return [found[h] for h in horizon]
+
+
+def measure(model, state, t, batches, windows, samples, horizon, config):
+    """
+    Leave each of the first `samples` of step t's batch out. Returns (clip_coef, losses with all (horizons,), truth
+    (samples, horizons), values (samples, 3) in the order of KINDS), in nats; truth: how much lower the sample makes it.
+    The model is at its weights before step t, and comes back to them.
+    """
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    lr, B = lr_at(config, t), len(batches[0])
+    G, gradient = gradient_of(model, windows), gradient_of(model, batches[0])
+    clip_coef = clip(gradient, config['grad_clip'])[1].item()
+    losses_after(model, weights, gradient, state, t, batches, windows, [1], config)
+    u = effect_vector(weights, gradient, state, lr, config, gradient_of(model, windows))
+    update = update_vector(G, state, lr, config)
+    with_all = np.array(losses_after(model, weights, gradient, state, t, batches, windows, horizon, config))
+    truth, values = [], []
+    for i in range(samples):
+        put(model, weights)
+        g = gradient_of(model, batches[0][i:i + 1])
+        values.append([lr * clip_coef * dot(g, G) / B, clip_coef * dot(g, update) / B, dot(g, u) / B])
+        without = {name: gradient[name] - g[name] / B for name in g}
+        after = losses_after(model, weights, without, state, t, batches, windows, horizon, config)
+        truth.append(np.array(after) - with_all)
+    put(model, weights)
+    return clip_coef, with_all, np.array(truth), np.array(values)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+def draw(path, truth, values, t):
+    """Truth against each of the values, both in nats; the line is where they are equal."""
+    plt = load_pyplot(path, required=False)
+    if plt is None:
+        return
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout='constrained', sharey=True)
+    for ax, kind, value in zip(axes, KINDS, values.T):
+        ax.scatter(value, truth, s=14)
+        ax.axline((0, 0), slope=1, color='gray', linewidth=0.8, label='equal')
+        ax.set(title=f'{kind}: correlation {np.corrcoef(value, truth)[0, 1]:.2f}', xlabel=f'{kind} (nats)')
+        ax.ticklabel_format(style='sci', scilimits=(0, 0))
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel(f'truth after step {t} (nats)')
+    axes[0].legend(fontsize='small')
+    write_picture(figure, path)
+    plt.close(figure)
+
+
+def main():
+    usage = 'CHECKPOINT [--samples=N] [--horizon=1,5,20] [--windows=N] [--out=FOLDER] [--device=NAME]'
+    parser = one_line_parser(__doc__, usage)
+    parser.add_argument('checkpoint', metavar='CHECKPOINT', type=Path)
+    parser.add_argument('--samples', metavar='N', type=int, default=32)
+    parser.add_argument('--horizon', metavar='H', default='1')
+    parser.add_argument('--windows', metavar='N', type=int, default=0)
+    parser.add_argument('--out', metavar='FOLDER', type=Path)
+    parser.add_argument('--device', metavar='NAME', default='auto')
+    args = parser.parse_args()
+    horizon = sorted({int(h) for h in args.horizon.split(',') if h.isdecimal()} | {1})
+    if not all(h.isdecimal() and int(h) > 0 for h in args.horizon.split(',')):
+        parser.error(f'--horizon={args.horizon}: expected numbers of steps such as 1,5,20')
+    if args.samples < 3 or args.windows < 0:
+        parser.error(f'--samples={args.samples} must be at least 3, and --windows={args.windows} at least 1')
+    device = args.device
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    source, run = args.checkpoint, args.checkpoint
+    if run.is_file():
+        run = run.parent
+    elif run.parent.name == 'ckpt_dcp':
+        run = run.parent.parent
+    else:
+        source = newest_checkpoint(source) or source
+    checkpoint = read_checkpoint(str(source))
+    config, t, state = checkpoint['config'], checkpoint['iter_num'], checkpoint['optimizer'].get('state')
+    if not state or 'data_order' not in config:
+        fail(f'{source} has no optimizer state of train.py: give a checkpoint of a run')
+    train, meta = find_bin(config['dataset'], 'train')
+    recorded = (checkpoint['meta'] or {}).get('fingerprint')
+    if recorded and recorded != fingerprint(train[0], meta):
+        fail(f'{train[0]} was prepared anew since the run: other text under the same offsets')
+    if config['dropout'] > 0:
+        note('the run has dropout; here there is none')
+
+    out = args.out or run / 'leave_one_out'
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f'--out={out}: {error.strerror}')
+    block, vocab = checkpoint['model_args']['block_size'], checkpoint['model_args']['vocab_size']
+    per_step = config['gradient_accumulation_steps'] * config['batch_size']
+    seen, offsets, batches = checkpoint.get('samples_seen', t * per_step), [], []
+    for h in range(max(horizon)):
+        offsets.append(sample_offsets(config['data_order'], config['seed'], t + h, np.arange(per_step),
+                                      seen + h * per_step, train[2], block))
+        batches.append(torch.from_numpy(read_tokens(train, offsets[h], block + 1, vocab)).to(device))
+    fixed = run / 'grad_dotprods' / 'valset.safetensors'
+    if fixed.is_file() and not args.windows:
+        windows = load_file(fixed)['tokens']
+    else:
+        val, _ = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
+        number = args.windows or 32
+        windows = read_tokens(val, np.arange(number) * (val[2] - block) // number, block + 1, vocab)
+    windows = torch.from_numpy(windows).long().to(device)
+    model = GPT(GPTConfig(**checkpoint['model_args'])).to(device)
+    model.load_state_dict(checkpoint['model'])
+    state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
+             in model.named_parameters()}
+    samples = min(args.samples, per_step)
+
+    clip_coef, with_all, truth, values = measure(model, state, t, batches, windows, samples, horizon, config)
+    rows = [[int(o), *map(float, value), *map(float, true)] for o, value, true in zip(offsets[0], values, truth)]
+    buffer = io.StringIO(newline='')
+    head = ['offset', *KINDS, *(f'truth_{h}' for h in horizon)]
+    csv.writer(buffer, lineterminator='\n').writerows([head, *rows])
+    write_result(out / f'step{t}.csv', buffer.getvalue().encode())
+    draw(out / f'step{t}.png', truth[:, 0], values, t)
+    print(f'step {t}: lr {lr_at(config, t):.2e}, clip_coef {clip_coef:.3f}, {samples} of {per_step} samples left out, '
+          f'{len(windows)} validation windows')
+    print('correlation with the truth, Pearson / Spearman, and the truth\'s own mean and standard deviation in nats')
+    print(f'{"steps later":>11}' + ''.join(f'{kind:>15}' for kind in KINDS) + f'{"mean":>12}{"std":>10}{"loss":>9}')
+    for h, true, loss in zip(horizon, truth.T, with_all):
+        cells = [f'{np.corrcoef(value, true)[0, 1]:.2f} / {spearman(value, true):.2f}' for value in values.T]
+        print(f'{h:>11}' + ''.join(f'{cell:>15}' for cell in cells)
+              + f'{true.mean():>12.2e}{true.std():>10.2e}{loss:>9.4f}')
+    print(f'wrote step{t}.csv and, where it could be drawn, step{t}.png into {out}')
+
+
+if __name__ == '__main__':
+    with printing():
+        main()
