@@ -170,7 +170,9 @@ def test_derived_values_follow_the_overrides(fork, tmp_path):
     """On a machine with a GPU, device=cpu on the command line means that nothing asks the GPU."""
     gpu = '''
 def refuse(*a, **k): raise RuntimeError('the GPU was asked')
-torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 1)
+real = torch.cuda.is_available      # torch's own code, which may ask a GPU more, is told the truth: none is visible
+torch.cuda.is_available = lambda: sys._getframe(1).f_code.co_filename.endswith('train.py') or real()
+torch.cuda.device_count = lambda: 1
 torch.cuda.is_bf16_supported = torch.cuda.get_device_name = refuse
 torch.cuda.max_memory_allocated = torch.cuda.set_device = refuse
 '''
