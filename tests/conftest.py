@@ -32,6 +32,8 @@ import gc, json, os, runpy, signal, sys, time, warnings
 import numpy, torch, torch._dynamo, torch.distributed.checkpoint.state_dict, safetensors.torch
 import codecs, collections, concurrent.futures, ctypes.util, getpass, hmac, http.client, multiprocessing, tempfile
 import urllib.request, zipfile
+sys.path[0] = sys.argv[1]
+import kernels      # its operators take longer than a short run
 job, child, replies = None, False, os.dup(1)
 gc.freeze()
 for line in sys.stdin:
@@ -144,8 +146,8 @@ def judged(argv, rc, codes, out, err, before, cwd, script='train.py'):
 def fork_server(tmp_path_factory):
     if not hasattr(os, 'fork'):
         pytest.skip('needs os.fork')
-    server = subprocess.Popen([sys.executable, '-c', SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                              env=ENV)
+    server = subprocess.Popen([sys.executable, '-c', SERVER, ROOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True, env=ENV)
     yield server, tmp_path_factory.mktemp('output')
     server.stdin.close()
     server.wait()
