@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+torch.set_num_threads(1)        # a core for each of two processes
 signal.signal(signal.SIGINT, signal.default_int_handler)     # ignored in a shell's background, also by children
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')      # read when triton is imported, by whichever test comes first
@@ -261,10 +262,10 @@ def ckpt_of(out, name='ckpt.pt'):
     return torch.load(out / name, map_location='cpu', weights_only=True)
 
 
-SLOW = ['test_modes', 'test_data', 'test_train', 'test_ghost', 'test_bench', 'test_data_slow', 'test_dumps', 'test_ddp',
-        'test_find_noise']
+SLOW = ['test_data', 'test_resume', 'test_faults', 'test_train', 'test_modes', 'test_ghost', 'test_data_slow',
+        'test_bench', 'test_ddp', 'test_dumps', 'test_data_value', 'test_find_noise']
 
 
 def pytest_collection_modifyitems(items):
-    """The quick files first, so that a fault shows early."""
+    """The quick files first, so that a fault shows early; then the longest first: two processes end together."""
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else -1)

@@ -15,7 +15,6 @@ from conftest import ROOT
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
 
-torch.set_num_threads(1)
 MODES = {
     'plain': (None, []),
     'ddp2': (2, []),
