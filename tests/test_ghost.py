@@ -237,7 +237,7 @@ def blocks_share_their_mlp(model, with_rows):
     first, second = model.transformer.h
     second.mlp = first.mlp
     if not with_rows:
-        replace_forward(second, lambda block, former, x, rows=None, cache=None: former(x, None, cache))
+        replace_forward(second, lambda block, former, x, rows=None, *others: former(x, None, *others))
 
 
 def norms_share_their_weight(model, with_rows):
