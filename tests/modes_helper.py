@@ -1,6 +1,7 @@
 """What the tests of modes, ghost and gradient dumps share: one long run per mode, and how to read what it wrote."""
 
 import json
+import os
 import sys
 import warnings
 
@@ -39,7 +40,6 @@ m = g['raw_model']
 assert m.lm_head.weight is m.transformer.wte.weight
 assert sum(p is m.lm_head.weight for group in g['opt'].param_groups for p in group['params']) == 1
 """
-_runs = {}
 
 
 def launch(fork, cwd, mode, *args, **options):
@@ -47,22 +47,29 @@ def launch(fork, cwd, mode, *args, **options):
     return fork(cwd, *SMALL, *flags, *args, nproc=nproc, **options)
 
 
+def once(fork, factory, name, mode, *args):
+    """out_dir of a run that this session makes once, for all tests of both its processes."""
+    import fcntl        # Windows has none, and no fork either: no test comes here
+    base = factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        base = base.parent
+    cwd = base / name
+    with open(base / f'{name}.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not cwd.exists():
+            cwd.mkdir()
+            launch(fork, cwd, mode, *args)
+    return cwd / 'out'
+
+
 def long_run(fork, factory, mode):
-    """out_dir of 20 steps of a mode with ghost, dumps and a sharded checkpoint every 4 steps; made once per session."""
-    if mode not in _runs:
-        cwd = factory.mktemp(mode)
-        launch(fork, cwd, mode, *GHOST, *DUMP, SHARDED, '--checkpoint_interval=4')
-        _runs[mode] = cwd / 'out'
-    return _runs[mode]
+    """out_dir of 20 steps of a mode with ghost, dumps and a sharded checkpoint every 4 steps."""
+    return once(fork, factory, f'long_{mode}', mode, *GHOST, *DUMP, SHARDED, '--checkpoint_interval=4')
 
 
 def bare_run(fork, factory, mode):
     """out_dir of 12 steps of a mode with neither, saved as one file."""
-    if (mode, 'bare') not in _runs:
-        cwd = factory.mktemp(mode)
-        launch(fork, cwd, mode, '--max_iters=12')
-        _runs[mode, 'bare'] = cwd / 'out'
-    return _runs[mode, 'bare']
+    return once(fork, factory, f'bare_{mode}', mode, '--max_iters=12')
 
 
 def read_dcp(folder):
