@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 # Matrices of one shape are multiplied so many at a time: one alone leaves most of a GPU idle. A product may round
 # otherwise in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks
 # share the work out by whole batches: that makes the step bit for bit the same in every mode.
-BATCH = 4
+BATCH = 6
 
 
 def orthogonal(X, steps=5):
