@@ -197,7 +197,8 @@ def peer(model_file, ours):
         c = SimpleNamespace(**{k: v for k, v in ours.space.items() if not k.startswith('__')})
         if ours.over:
             return
-        model = module.GPT(module.GPTConfig(vocab_size=c.vocab_size, dropout=c.dropout, **c.shape)).to(c.device)
+        shape = {name: c.shape[name] for name in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias')}
+        model = module.GPT(module.GPTConfig(vocab_size=c.vocab_size, dropout=c.dropout, **shape)).to(c.device)
         optimizer = model.configure_optimizers(c.weight_decay, c.learning_rate, (c.beta1, c.beta2), c.device_type)
         model = torch.compile(model) if c.compile else model
         runner.space.update({k: ours.space[k] for k in ('micro_batches', 'batch_size', 'tokens_per_step',

@@ -12,4 +12,5 @@ if [ "${1:-}" = quick ]; then
            tests/test_ghost.py::test_float64_against_brute_force
            --deselect tests/test_configurator.py::test_one_line_under_torchrun)    # 17 s
 fi
-"$PYTHON" -m pytest ${tests[@]+"${tests[@]}"} "$@"
+# two processes, where there are two cores, that take a file each in turn, in conftest.py's order
+"$PYTHON" -m pytest -n logical --maxprocesses=2 --dist=loadfile --no-loadscope-reorder ${tests[@]+"${tests[@]}"} "$@"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+torch.set_num_threads(1)        # a core for each of two processes
 signal.signal(signal.SIGINT, signal.default_int_handler)     # ignored in a shell's background, also by children
 if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')      # read when triton is imported, by whichever test comes first
@@ -28,10 +29,12 @@ TINY = ('--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch
 
 # Importing torch takes seconds, so one process does it once, and each job is a fork of it that becomes the script.
 SERVER = r'''
-import gc, json, os, runpy, signal, sys, time, traceback, warnings
+import gc, json, os, runpy, signal, sys, time, warnings
 import numpy, torch, torch._dynamo, torch.distributed.checkpoint.state_dict, safetensors.torch
 import codecs, collections, concurrent.futures, ctypes.util, getpass, hmac, http.client, multiprocessing, tempfile
 import urllib.request, zipfile
+sys.path[0] = sys.argv[1]
+import kernels      # its operators take longer than a short run
 job, child, replies = None, False, os.dup(1)
 gc.freeze()
 for line in sys.stdin:
@@ -78,15 +81,16 @@ if child:
     except SystemExit as stop:
         code = stop.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())     # train.py has its own
         code = 1
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)      # taking torch down orderly takes as long as the whole run
 '''
 
 
-_ports = itertools.cycle(range(20000, 30000))
-for _ in range(os.getpid() * 100 % 10000):      # test runs side by side
+WORKER = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])      # pytest-xdist's processes: gw0 and gw1
+_ports = itertools.cycle(range(20000 + WORKER % 2 * 5000, 25000 + WORKER % 2 * 5000))
+for _ in range(os.getpid() * 100 % 5000):       # test runs side by side
     next(_ports)
 
 
@@ -96,6 +100,13 @@ def free_port():
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind(('127.0.0.1', port))
             return str(port)
+
+
+# code for fork(before=...): the same in the script's process
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
 
 
 @contextlib.contextmanager
@@ -136,8 +147,8 @@ def judged(argv, rc, codes, out, err, before, cwd, script='train.py'):
 def fork_server(tmp_path_factory):
     if not hasattr(os, 'fork'):
         pytest.skip('needs os.fork')
-    server = subprocess.Popen([sys.executable, '-c', SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                              env=ENV)
+    server = subprocess.Popen([sys.executable, '-c', SERVER, ROOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True, env=ENV)
     yield server, tmp_path_factory.mktemp('output')
     server.stdin.close()
     server.wait()
@@ -158,6 +169,8 @@ def fork(fork_server, tiny):
             (folder / name).unlink(missing_ok=True)
         argv = [script, *([f'--dataset={tiny}', *TINY] if tiny_args else []), *map(str, args)]
         there = tree(cwd)
+        if rc == 2 and patient:     # configurator.fail: the ranks that are silent wait 5 s for the one that speaks
+            before = 'import time; sleep = time.sleep; time.sleep = lambda s: sleep(s / 10)\n' + before
         server.stdin.write(json.dumps(dict(argv=argv, cwd=str(cwd), nproc=nproc, port=free_port(), before=before,
                                            after=after, env=env, patient=patient, warn=warn,
                                            stdout=stdout or str(folder / 'stdout'), stderr=str(folder / 'stderr'),
@@ -224,6 +237,17 @@ def record(mode, what, difference):
     return difference
 
 
+def pytest_sessionfinish(session):
+    if hasattr(session.config, 'workeroutput'):     # one of two processes: what it has measured goes to the first
+        session.config.workeroutput['worst'] = [[*key, value] for key, value in WORST.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for mode, what, difference in getattr(node, 'workeroutput', {}).get('worst', []):
+        record(mode, what, difference)
+
+
 def pytest_terminal_summary(terminalreporter):
     modes, kinds = ([*dict.fromkeys(key[i] for key in WORST)] for i in (0, 1))
     if WORST:
@@ -238,10 +262,10 @@ def ckpt_of(out, name='ckpt.pt'):
     return torch.load(out / name, map_location='cpu', weights_only=True)
 
 
-SLOW = ['test_modes', 'test_data', 'test_train', 'test_ghost', 'test_bench', 'test_data_slow', 'test_dumps', 'test_ddp',
-        'test_find_noise']
+SLOW = ['test_data', 'test_resume', 'test_faults', 'test_train', 'test_modes', 'test_ghost', 'test_data_slow',
+        'test_bench', 'test_ddp', 'test_dumps', 'test_data_value', 'test_find_noise']
 
 
 def pytest_collection_modifyitems(items):
-    """The quick files first, so that a fault shows early."""
+    """The quick files first, so that a fault shows early; then the longest first: two processes end together."""
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else -1)

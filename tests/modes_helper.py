@@ -1,6 +1,7 @@
 """What the tests of modes, ghost and gradient dumps share: one long run per mode, and how to read what it wrote."""
 
 import json
+import os
 import sys
 import warnings
 
@@ -15,7 +16,6 @@ from conftest import ROOT
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
 
-torch.set_num_threads(1)
 MODES = {
     'plain': (None, []),
     'ddp2': (2, []),
@@ -24,6 +24,7 @@ MODES = {
     'fsdp4': (4, ['--use_fsdp=True']),
     'hsdp4': (4, ['--use_fsdp=True', '--fsdp_replicate=2']),
 }
+FOUR = ('plain', 'ddp2', 'fsdp2', 'hsdp4')      # one of each kind: what most tests compare
 # 16 samples per step, in 8 micro-batches: two for each of 4 ranks; 3 blocks, so that groups come out uneven
 SMALL = (
     '--n_layer=3 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=8 --weight_decay=0.1 '
@@ -32,7 +33,13 @@ SMALL = (
 GHOST = '--use_ghost=True --ghost_per_param=True'.split()
 DUMP = '--grad_dump=True --grad_dump_step_interval=4'.split()
 SHARDED = '--checkpoint_format=sharded'
-_runs = {}
+QUICK = ['--eval_interval=100', '--eval_iters=1']
+# after a run: the embedding and the head are one tensor, also for the optimizer
+TIED = """
+m = g['raw_model']
+assert m.lm_head.weight is m.transformer.wte.weight
+assert sum(p is m.lm_head.weight for group in g['opt'].param_groups for p in group['params']) == 1
+"""
 
 
 def launch(fork, cwd, mode, *args, **options):
@@ -40,22 +47,29 @@ def launch(fork, cwd, mode, *args, **options):
     return fork(cwd, *SMALL, *flags, *args, nproc=nproc, **options)
 
 
+def once(fork, factory, name, mode, *args):
+    """out_dir of a run that this session makes once, for all tests of both its processes."""
+    import fcntl        # Windows has none, and no fork either: no test comes here
+    base = factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        base = base.parent
+    cwd = base / name
+    with open(base / f'{name}.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not cwd.exists():
+            cwd.mkdir()
+            launch(fork, cwd, mode, *args)
+    return cwd / 'out'
+
+
 def long_run(fork, factory, mode):
-    """out_dir of 20 steps of a mode with ghost, dumps and a sharded checkpoint every 4 steps; made once per session."""
-    if mode not in _runs:
-        cwd = factory.mktemp(mode)
-        launch(fork, cwd, mode, *GHOST, *DUMP, SHARDED, '--checkpoint_interval=4')
-        _runs[mode] = cwd / 'out'
-    return _runs[mode]
+    """out_dir of 20 steps of a mode with ghost, dumps and a sharded checkpoint every 4 steps."""
+    return once(fork, factory, f'long_{mode}', mode, *GHOST, *DUMP, SHARDED, '--checkpoint_interval=4')
 
 
 def bare_run(fork, factory, mode):
     """out_dir of 12 steps of a mode with neither, saved as one file."""
-    if (mode, 'bare') not in _runs:
-        cwd = factory.mktemp(mode)
-        launch(fork, cwd, mode, '--max_iters=12')
-        _runs[mode, 'bare'] = cwd / 'out'
-    return _runs[mode, 'bare']
+    return once(fork, factory, f'bare_{mode}', mode, '--max_iters=12')
 
 
 def read_dcp(folder):

@@ -225,25 +225,25 @@ def test_letters_beyond_ascii(tmp_path, locale):
     assert done.returncode == 0 and b'Ein ' in done.stdout and done.stderr == b''
 
 
-def test_one_line_under_torchrun(tmp_path):
+def test_one_line_under_torchrun(fork, tmp_path):
     """Two ranks find the same fault, and after it is told none goes on."""
     script = SCRIPT.replace('sys.argv.pop(1)', repr(ROOT))
-    (tmp_path / 'demo.py').write_text(script + (
+    demo = tmp_path / 'demo.py'
+    demo.write_text(script + (
         'import torch.distributed as dist\nfrom configurator import fail\ndist.init_process_group("gloo")\n'
         'if seed == 1 and dist.get_rank() == 1:\n    fail("mine", 1, every_rank=True)\n'
         'if seed == 1:\n    dist.barrier()\n'
         'fail("both")\n'))
-
-    def run(*args):
-        done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-                               str(tmp_path / 'demo.py'), *args], env={**os.environ, 'OMP_NUM_THREADS': '1'},
-                              capture_output=True, text=True, timeout=120)
-        assert done.returncode != 0
-        return [line for line in done.stderr.splitlines() if 'demo.py: ' in line and 'FAILED' not in line]
-    line, = run('--batch_sise=4')
-    assert line.endswith('nearest name: batch_size')
-    assert run() == ['demo.py: both']
-    assert run('--seed=1') == ['demo.py: mine']
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                           str(demo)], env={**os.environ, 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode != 0
+    assert [line for line in done.stderr.splitlines() if 'demo.py: ' in line and 'FAILED' not in line] == \
+        ['demo.py: both']
+    ranks = dict(script=str(demo), tiny_args=False, nproc=2, warn=False)
+    assert fork(tmp_path, '--batch_sise=4', rc=2, patient=True, **ranks).endswith('nearest name: batch_size')
+    done = fork(tmp_path, '--seed=1', rc=1, **ranks)
+    assert [line for line in done.err.splitlines() if line.startswith('demo.py: ')] == ['demo.py: mine']
 
 
 def test_fuzz(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -1108,7 +1109,6 @@ def test_tokenizers_there_and_back():
 
 
 def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
-    import shutil
     source = download.tiktoken_files("gpt2")
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -1122,11 +1122,17 @@ def test_a_users_own_tiktoken_cache_is_kept(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------- inspect_data.py
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared")
+    path = write_rows(folder / "rows.jsonl", some_rows(50))
+    run("data/pile/prepare.py", "--input", path, "--out_dir", folder / "out", "--tokenizer=byte", "--workers=1")
+    return folder / "out"
+
+
 @pytest.fixture
-def dataset(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", some_rows(50))
-    run("data/pile/prepare.py", "--input", path, "--out_dir", tmp_path / "out", "--tokenizer=byte", "--workers=1")
-    return tmp_path / "out"
+def dataset(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "out")
 
 
 def inspect(folder, code=0, env=None):

@@ -40,28 +40,34 @@ def foreign(request, tmp_path_factory):
 @pytest.mark.parametrize('script', COMMANDS, ids=relative)
 def test_foreign_modules_of_our_names_are_not_imported(fork, foreign, tmp_path, script):
     """PYTHONPATH's place in sys.path is the second, after the script's folder."""
-    out = fork(tmp_path, '--help', script=script, tiny_args=False, before=f'sys.path.insert(1, {str(foreign)!r})').out
+    before = f'sys.path.insert(1, {str(foreign)!r})\ndel sys.modules["kernels"]'      # which the server has imported
+    out = fork(tmp_path, '--help', script=script, tiny_args=False, before=before).out
     assert 'usage' in out or 'python scripts/' in out
 
 
-@pytest.mark.parametrize('script', ['train.py', 'scripts/plot.py', 'data/local/prepare.py'])
+@pytest.mark.parametrize('foreign, script', [
+    ('packages', 'train.py'), ('modules', 'scripts/plot.py'), ('packages', 'data/local/prepare.py')],
+    indirect=['foreign'])
 def test_as_a_user_sets_pythonpath(foreign, script):
     done = subprocess.run([sys.executable, os.path.join(ROOT, script), '--help'], capture_output=True, text=True,
                           env={**ENV, 'PYTHONPATH': str(foreign)}, cwd=foreign)
     assert (done.returncode, done.stderr) == (0, '') and 'usage' in done.stdout
 
 
-def test_importing_leaves_the_path_alone():
+def test_importing_leaves_the_path_alone(fork, tmp_path):
     """In Python from the repository's folder, as README shows it."""
     modules = ('checkpoint, weights, configurator, data.bins, data.corpus, kernels, model, scripts.common, '
                'scripts.data_value, scripts.export, scripts.load_grads, scripts.plot')
-    code = f'''import sys
+    (tmp_path / 'look.py').write_text(f'''import os, sys
+del sys.modules['kernels']      # which the server has imported
+os.chdir({ROOT!r})
+sys.path[0] = ''
 path = list(sys.path)
 import {modules}
 from scripts.load_grads import load_keys, get_checkpoint_metadata
 assert sys.path == path, sys.path
-'''
-    subprocess.run([sys.executable, '-c', code], check=True, cwd=ROOT, env=ENV)
+''')
+    fork(tmp_path, script=str(tmp_path / 'look.py'), tiny_args=False, warn=False)
 
 
 def imported(path):

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from conftest import ROOT, free_port, full_disk
+from conftest import ROOT, full_disk
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
@@ -61,11 +60,21 @@ def fsdp_rank(rank, port, folder):
     dist.destroy_process_group()
 
 
+RANK = f'''
+import os, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_load_grads import fsdp_rank
+fsdp_rank(int(os.environ['RANK']), os.environ['MASTER_PORT'], sys.argv[1])
+'''
+
+
 @pytest.fixture(scope='module')
-def made(tmp_path_factory):
+def made(fork, tmp_path_factory):
     """A run with two sharded steps of 2 ranks, and one with the same steps sampled; made once, not to be changed."""
     out = tmp_path_factory.mktemp('dumps')
-    mp.start_processes(fsdp_rank, (free_port(), str(out / 'run' / 'gradient_dumper')), nprocs=2, start_method='spawn')
+    (out / 'rank.py').write_text(RANK)
+    folder = out / 'run' / 'gradient_dumper'
+    fork(out, folder, script=str(out / 'rank.py'), tiny_args=False, nproc=2, warn=False)
     for step in (2, 10):
         folder = out / 'few' / 'gradient_dumper' / f'step{step}' / 'sampled'
         folder.mkdir(parents=True)
@@ -105,20 +114,18 @@ def command(*args, rc=0):
     return err if rc else out
 
 
-def test_as_a_user_runs_it(made):
+def test_as_a_user_runs_it(fork, made):
+    """And by the fork server, whose stdout is a file's or a pipe's: a reader may have gone."""
     script = os.path.join(SCRIPTS, 'load_grads.py')
     done = subprocess.run([sys.executable, '-W', 'error', script, 'norms', step(made, 2)],
                           cwd=made, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == '' and done.stdout == command('norms', step(made, 2))
-    done = subprocess.run([sys.executable, script, 'norms', 'nowhere'],
-                          cwd=made, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith('load_grads.py: nowhere: no gradient dump')
-    assert done.stderr.count('\n') == 1 and done.stdout == ''
-    r, w = os.pipe()
-    os.close(r)  # a reader that has gone
-    with open(w, 'w') as pipe:
-        done = subprocess.run([sys.executable, script, 'list', step(made, 2)], stdout=pipe, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (1, b'')
+    done = fork(made, 'norms', 'nowhere', script=script, tiny_args=False, rc=1)
+    assert done.err.startswith('load_grads.py: nowhere: no gradient dump')
+    assert done.err.count('\n') == 1 and done.out == ''
+    gone = 'r, w = os.pipe(); os.close(r); os.dup2(w, 1)'
+    done = fork(made, 'list', step(made, 2), script=script, tiny_args=False, rc=1, before=gone)
+    assert (done.codes, done.err) == ([1], '')
 
 
 def test_sharded_dump_of_two_ranks(made):
