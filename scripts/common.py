@@ -4,6 +4,7 @@ import io
 import math
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -182,7 +183,9 @@ def literal(name):
 def write_picture(figure, path):
     """Write a matplotlib figure to the file `path`, which appears whole, in the form that the name's end says."""
     kind = Path(path).suffix[1:].lower()
-    write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))
+    with warnings.catch_warnings():     # a letter that the font does not have is drawn as a box
+        warnings.filterwarnings('ignore', message='Glyph .* missing from')
+        write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))
 
 
 def confusion(table, labels, path, title):

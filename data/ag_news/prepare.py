@@ -24,7 +24,7 @@ def download(folder):
     need("pyarrow", "reading the hub's .parquet")
     paths = []
     try:
-        files = hub_files(REPO, [("main", "data"), ("refs/convert/parquet", "default")], ".parquet")
+        files = hub_files(REPO, [("main", "data")], ".parquet")
         for split in ("train", "test"):
             found = [file for file in files if file["name"].startswith(split)]
             if len(found) != 1:
