@@ -2,7 +2,7 @@
 
 python scripts/tfidf.py [DATASET] [--label_column=NAME] [--text_column=NAME]     DATASET default: shakespeare_genre
 
-It is fitted on train, with words and pairs of words, and prints its accuracy on val and test. Nothing is tuned.
+It is fitted on train, by words and pairs of words, and prints its accuracy on each file. Nothing is tuned.
 """
 import sys
 from pathlib import Path
