@@ -4,13 +4,14 @@ import io
 import math
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from configurator import fail
-from data.bins import find_folder, load_meta, write_file
+from data.bins import find_folder, fingerprint, load_meta, write_file
 from data.corpus import get_tokenizer
 
 
@@ -117,6 +118,69 @@ def spearman(x, y):
     return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
 
+def choose_device(device, dtype):
+    """The device type, cuda, mps or cpu, and the dtype, with 'auto' replaced by this machine's best; one line if it has
+    not what is named."""
+    import torch
+    has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
+    if device == 'auto':
+        device = next(kind for kind in has if has[kind])
+    if not has.get(device):
+        fail(f'device={device}: expected auto or one of {", ".join(kind for kind in has if has[kind])}')
+    if dtype == 'auto' and device == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False):
+        dtype = 'bfloat16'
+    elif dtype == 'auto':
+        dtype = 'float32'
+    if dtype not in ('float32', 'bfloat16', 'float16'):
+        fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
+    return device, dtype
+
+
+def find_classifier(config, given, train):
+    """
+    Where a run of classify.py starts: the dict that checkpoint.load_start takes, of a checkpoint of ours or of the
+    weights to begin with, and its labels and meta. All ranks participate, rank 0 alone looks at the disk.
+
+    config: the settings, whose shape of the model becomes that of the weights; given: which of them the user has set;
+    train: the rows to train on, (path, labels, texts, lines), or None: nothing is trained, and out_dir's best.pt is
+    taken. ValueError (one line) if there is none, or it does not fit.
+    """
+    from checkpoint import choose_start, from_rank0, must_fit, on_rank0
+    from weights import read_checkpoint, read_full
+    shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'
+    settings, source = {**config, 'new_tokenizer': False}, config['init_from']
+
+    def find():
+        path = Path(config['out_dir'], 'ckpt.pt' if train else 'best.pt')
+        if not train or source == 'resume' or (source == 'auto' and path.exists()):
+            start = read_full(path)
+            if 'labels' not in start:
+                raise ValueError(f'{path} is not a checkpoint of classify.py')
+            must_fit(path, start, settings, given.intersection(shape), start['meta'])
+            get_tokenizer(start['meta']['tokenizer'])   # where it is not to be had, this is the place to say so
+            return {**start, 'resumed_from': str(path), 'leftovers': [], 'passed_over': {}}
+        path, names, texts, _ = train
+        if source in ('scratch', 'auto'):
+            if source == 'auto':    # what is there is of a run that died before its first ckpt.pt
+                settings.update(init_from='scratch', overwrite=True)
+            spec = config['tokenizer']
+            if spec == 'char':
+                spec = {'type': 'char', 'itos': sorted(set(''.join(texts)))}
+            tokenizer = get_tokenizer(spec)
+        else:
+            ckpt = read_checkpoint(source)
+            tokenizer = find_tokenizer(source, ckpt)
+            if 'block_size' not in given:
+                settings['block_size'] = min(config['block_size'], ckpt['model_args']['block_size'])
+        meta = {'tokenizer': tokenizer.spec, 'vocab_size': tokenizer.vocab_size, 'fingerprint': fingerprint(path, {})}
+        return {**choose_start(settings, given, meta, shape), 'meta': meta, 'labels': sorted(set(names))}
+    start = on_rank0(find) or {}
+    tensors = {name: start.pop(name, {}) for name in ('model', 'optimizer')}    # stay on rank 0
+    start = from_rank0(start)
+    config.update({name: start['model_args'][name] for name in shape})
+    return {**start, **tensors, 'sharded': False, 'has_optimizer': start['resumed_from'] is not None}
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def load_pyplot(path, required=True):
@@ -147,4 +211,33 @@ def literal(name):
 def write_picture(figure, path):
     """Write a matplotlib figure to the file `path`, which appears whole, in the form that the name's end says."""
     kind = Path(path).suffix[1:].lower()
-    write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))
+    with warnings.catch_warnings():     # a letter that the font does not have is drawn as a box
+        warnings.filterwarnings('ignore', message='Glyph .* missing from')
+        write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))
+
+
+def confusion(table, labels, path, title):
+    """
+    table (classes, classes): how many rows of a label, down, were given which, across. Returns a text with each label's
+    precision and recall, nan where the label was never given or has no rows; and draws the table into the file `path`,
+    None: nowhere, if matplotlib is there.
+    """
+    lines = [f'{"label":<20} {"rows":>7} {"precision":>10} {"recall":>10}']
+    for label, right, given, there in zip(labels, table.diagonal(), table.sum(0), table.sum(1)):
+        precision, recall = right / given if given else math.nan, right / there if there else math.nan
+        lines.append(f'{label:<20} {there:>7,} {precision:>10.2%} {recall:>10.2%}')
+    plt = None
+    if path is not None:
+        plt = load_pyplot(path, required=False)
+    if plt:
+        names, size = [literal(label) for label in labels], min(12, 2 + len(labels))
+        figure, ax = plt.subplots(figsize=(size + 0.5, size), layout='constrained')
+        shares = table / table.sum(1, keepdims=True).clip(min=1)    # of the label's rows: the colour
+        ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
+        for (i, j), count in np.ndenumerate(table):
+            ax.text(j, i, f'{count:,}', ha='center', va='center', color='white' if shares[i, j] > 0.5 else 'black')
+        ax.set(title=title, xlabel='label given', ylabel='label of the row')
+        ax.set_xticks(range(len(names)), names, rotation=90)
+        ax.set_yticks(range(len(names)), names)
+        write_picture(figure, path)
+    return '\n'.join(lines)

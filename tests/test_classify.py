@@ -1,0 +1,338 @@
+"""scripts/classify.py, the files it reads, and the scripts that prepare them."""
+import csv
+import importlib.util
+import io
+import json
+import os
+import random
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ENV, ROOT, ckpt_of, log_of, tree
+
+from data.labelled import read_dataset, read_labelled, read_texts
+from test_data import hub
+
+CLASSIFY = os.path.join(ROOT, 'scripts', 'classify.py')
+ROWS = dict(train=41, val=13, test=11)      # 41: six steps of 8 rows an epoch, the last of a single one
+SMALL = ('--device=cpu --tokenizer=byte --n_layer=2 --n_head=2 --n_embd=32 --block_size=24 --batch_size=4 '
+         '--gradient_accumulation_steps=2 --epochs=2 --warmup_iters=2 --learning_rate=3e-3 --log_interval=1').split()
+WORDS = dict(animal=['cat', 'dog', 'hen'], colour=['red', 'blue', 'green'], 数=['one', 'two', 'six'])
+
+
+def write_csv(path, rows, **form):
+    table = io.StringIO(newline='')
+    csv.writer(table, **form).writerows(rows)
+    path.write_text(table.getvalue(), encoding='utf-8', newline='')
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    """A folder with three labels that single words tell, texts of 1 to 9 words, some longer than block_size."""
+    folder, draw = tmp_path_factory.mktemp('labelled'), random.Random(0)
+    for split, count in ROWS.items():
+        rows = [('text', 'source', 'label')]
+        for i in range(count):
+            label = list(WORDS)[i % 3]
+            words = draw.choices(WORDS[label], k=draw.randint(1, 9))
+            rows.append((', '.join(words) + draw.choice(['', '"quoted"\n and more']), i, label))
+        write_csv(folder / f'{split}.csv', rows)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def run(fork, data):
+    """run(cwd, *args, nproc=None): classify.py at SMALL's settings."""
+    def call(cwd, *args, **kw):
+        return fork(cwd, f'--dataset={data}', *SMALL, *args, script=CLASSIFY, tiny_args=False, **kw)
+    return call
+
+
+@pytest.fixture(scope='module')
+def plain(run, tmp_path_factory):
+    """A run by one process, without dropout: its folder, and its output."""
+    cwd = tmp_path_factory.mktemp('plain')
+    return cwd, run(cwd, '--out_dir=out', '--dropout=0').out
+
+
+def evaluations(out):
+    """The lines with losses, accuracies and each label's numbers."""
+    return [line for line in out.splitlines() if line.startswith(('[eval]', '[test]', *WORDS))]
+
+
+def test_two_ranks_compute_what_one_does(plain, run, tmp_path):
+    """Half the micro-batch per rank, so the same rows a step; in the last step of an epoch rank 1 has none."""
+    cwd, out = plain
+    two = run(tmp_path, '--out_dir=out', '--dropout=0', '--batch_size=2', '--gradient_accumulation_steps=4', nproc=2)
+    assert evaluations(two.out) == evaluations(out) and len(evaluations(out)) == 2 + 1 + 3
+    (steps, evals), (steps2, evals2) = log_of(cwd / 'out'), log_of(tmp_path / 'out')
+    assert list(steps) == list(steps2) == list(range(12)) and list(evals) == list(evals2) == [6, 12]
+    for one, other in zip([*steps.values(), *evals.values()], [*steps2.values(), *evals2.values()]):
+        for name in one.keys() & {'loss', 'val_loss', 'grad_norm'}:
+            assert other[name] == pytest.approx(one[name], rel=1e-6 if name != 'grad_norm' else 1e-5), (one, other)
+        assert one.get('accuracy') == other.get('accuracy')
+    a, b = ckpt_of(cwd / 'out')['model'], ckpt_of(tmp_path / 'out')['model']
+    assert max((a[name] - b[name]).abs().max().item() for name in a) < 5e-5
+    table = [line.split() for line in evaluations(out)[-3:]]
+    assert [name for name, *_ in table] == sorted(WORDS) and sum(int(rows) for _, rows, *_ in table) == ROWS['test']
+    for name in ('ckpt.pt', 'best.pt', 'config.json', 'log.jsonl'):
+        assert (cwd / 'out' / name).is_file() and not (cwd / 'out' / f'{name}.tmp').exists()
+    if importlib.util.find_spec('matplotlib'):
+        assert (cwd / 'out' / 'confusion.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+# In place of the script's end, at weights that never change: each step's loss and gradient are the mean over its rows;
+# every row of an epoch comes once; a row's logits know nothing of the padding and of the other rows in its batch.
+AFTER = r'''
+import torch.nn.functional as F
+model, tokens, targets = g['raw_model'], g['tokens']['train'], g['targets']['train']
+with open('out/log.jsonl') as file:
+    records = [json.loads(line) for line in file]
+records = [record for record in records if 'loss' in record]
+orders = []
+for epoch in range(2):
+    order = g['shuffled'](numpy.arange(41), 41, 1337, epoch).tolist()
+    assert sorted(order) == list(range(41))
+    orders.append(order)
+    for k in range(6):
+        model.zero_grad()
+        rows = order[8 * k:8 * k + 8]
+        alone = [model(torch.from_numpy(tokens[i])[None], torch.tensor([len(tokens[i]) - 1])) for i in rows]
+        loss = sum(F.cross_entropy(logits, targets[i:i + 1]) for logits, i in zip(alone, rows)) / len(rows)
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        record = records[6 * epoch + k]
+        assert abs(record['loss'] - loss.item()) < 1e-6 * loss.item(), (record, loss)
+        assert abs(record['grad_norm'] - norm) < 1e-5 * norm, (record, norm)
+        together = g['logits_of'](model, 'train', rows)
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
+assert orders[0] != orders[1]
+idx, last = torch.zeros(2, 24, dtype=torch.long), torch.tensor([4, 23])
+first = model(idx, last)
+idx[0, 5:] = 77         # padding of other ids
+idx[1] = 3              # another neighbour
+second = model(idx, last)
+assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+'''
+
+
+def test_steps_are_means_over_their_rows(run, data, tmp_path):
+    out = run(tmp_path, '--out_dir=out', '--dropout=0', '--learning_rate=0', nproc=2, after=AFTER).out
+    cut = sum(len(text.encode()) > 24 for text in read_dataset(data)['train'][2])
+    assert f'train: 41 rows, {cut} of them cut at block_size=24 tokens' in out
+
+
+@pytest.mark.parametrize('nproc', [None, 2])
+def test_a_resumed_run_equals_an_unbroken_one(run, tmp_path, nproc):
+    args = '--eval_interval=2', '--epochs=1'
+    run(tmp_path, '--out_dir=whole', *args, nproc=nproc)
+    run(tmp_path, '--out_dir=part', *args, '--max_iters=4', nproc=nproc)
+    out = run(tmp_path, '--out_dir=part', *args, '--init_from=resume', nproc=nproc).out
+    assert 'from part/ckpt.pt' in out
+    for name in ('ckpt.pt', 'best.pt'):
+        one, other = ckpt_of(tmp_path / 'whole', name), ckpt_of(tmp_path / 'part', name)
+        assert one['iter_num'] == other['iter_num'] and one['best_val_loss'] == other['best_val_loss']
+        assert all(torch.equal(one['model'][key], other['model'][key]) for key in one['model'])
+        for key, entry in one['optimizer']['state'].items():
+            assert all(torch.equal(value, other['optimizer']['state'][key][part]) for part, value in entry.items())
+    assert log_of(tmp_path / 'whole') == log_of(tmp_path / 'part')
+
+
+def test_predictions_and_eval_only(plain, run, data, tmp_path):
+    """best.pt's labels of the test texts give the accuracy that the run printed; neither writes anything."""
+    cwd, out = plain
+    before = tree(cwd / 'out')
+    _, labels, texts, _ = read_dataset(data)['test']
+    texts = [text.replace('\n', ' ') for text in texts]
+    (tmp_path / 'texts.txt').write_text('\n'.join(texts) + '\n', encoding='utf-8')
+    done = run(cwd, '--out_dir=out', f'--predict={tmp_path / "texts.txt"}', notes=0, warn=False)
+    found = [line.split('\t') for line in done.out.splitlines()]
+    assert len(found) == len(texts) and all(1 / 3 < float(probability) <= 1 for _, probability in found)
+    right = sum(label == name for label, (name, _) in zip(labels, found))
+    assert f'acc {right / len(labels):.2%}' in evaluations(out)[2] and 'of them cut' in done.err
+    assert evaluations(run(cwd, '--out_dir=out', '--eval_only=True').out) == evaluations(out)[2:]
+    assert tree(cwd / 'out') == before
+
+
+def test_it_starts_from_checkpoints_and_folders_of_others(fork, tiny, tmp_path):
+    """Weights of train.py, and the same in Hugging Face form: their shape and tokens, and equal first losses."""
+    fork(tmp_path, '--out_dir=lm', '--max_iters=1')
+    from scripts.export import export
+    export(str(tmp_path / 'lm'), str(tmp_path / 'hf'), 'hf')
+    text = (tiny / 'input.txt').read_text()
+    rows = [(('a', 'b')[i % 2], text[40 * i:40 * i + 39].replace('\n', ' ')) for i in range(20)]
+    for split in ROWS:
+        write_csv(tmp_path / f'{split}.tsv', [('label', 'text'), *rows], delimiter='\t')
+    losses = []
+    for source in ('lm', 'hf'):
+        done = fork(tmp_path, f'--dataset={tmp_path}', f'--init_from={source}', f'--out_dir=from-{source}',
+                    '--max_iters=1', '--device=cpu', '--dropout=0', script=CLASSIFY, tiny_args=False)
+        assert '20 rows, 20 of them cut at block_size=32 tokens' in done.out
+        losses.append(log_of(tmp_path / f'from-{source}')[1][1]['val_loss'])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    first = ckpt_of(tmp_path / 'lm')['model']['transformer.h.0.attn.c_attn.weight']
+    assert (ckpt_of(tmp_path / 'from-lm')['model']['transformer.h.0.attn.c_attn.weight'] - first).abs().max() < 1e-4
+    line = fork(tmp_path, f'--dataset={tmp_path}', '--init_from=lm', '--n_layer=5', '--device=cpu', script=CLASSIFY,
+                tiny_args=False, rc=2)
+    assert 'n_layer=5 (there 2)' in line
+
+
+@pytest.mark.parametrize('args, says', [
+    (['--batch_size=0'], 'batch_size=0: must be at least 1'), (['--dropout=1'], 'below 1'),
+    (['--init_from=nowhere'], 'nowhere'), (['--init_from=resume'], 'ckpt.pt'), (['--predict=nowhere'], 'nowhere'),
+    (['--dataset=nowhere'], 'prepare.py'), (['--text_column=body'], "no column 'body'"), (['--n_head=3'], 'n_embd'),
+    (['--device=tpu'], 'device=tpu'), (['--dtype=int8'], 'dtype=int8'), (['--tokenizer=words'], 'words')])
+def test_settings_that_do_not_work_are_one_line(run, tmp_path, args, says):
+    assert says in run(tmp_path, *args, rc=2)
+
+
+def test_bfloat16_and_scaled_learning_rate(plain, run, tmp_path):
+    cwd, _ = plain
+    run(tmp_path, '--out_dir=out', '--dropout=0', '--dtype=bfloat16', '--max_iters=6', '--scale_lr=True')
+    steps, _ = log_of(tmp_path / 'out')
+    reference, _ = log_of(cwd / 'out')
+    assert steps[0]['loss'] == pytest.approx(reference[0]['loss'], abs=0.02)
+    assert all(steps[i]['lr'] == pytest.approx(2 * reference[i]['lr'], rel=1e-12) for i in steps)   # 2 micro-batches
+
+
+def test_a_used_out_dir_is_refused_and_ranks_must_share_evenly(plain, run, tmp_path):
+    cwd, _ = plain
+    before = tree(cwd)
+    assert '--overwrite=True' in run(cwd, '--out_dir=out', rc=2) and tree(cwd) == before
+    assert 'all 2 ranks' in run(tmp_path, '--gradient_accumulation_steps=3', rc=2, nproc=2)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('name, content, says', [
+    ('a.csv', b'', 'a.csv: no rows'), ('a.csv', b'label,text\n', 'a.csv: no rows'), ('a.jsonl', b'\n\n', 'no rows'),
+    ('a.csv', b'label,text\nx,y\n,z\n', 'line 3: no label'), ('a.csv', b'label,text\nx," "\n', 'line 2: no text'),
+    ('a.csv', b'label,text\nx,"y\n\ny"\nz\n', 'line 5: 1 columns, and 2'),
+    ('a.csv', b'1,a,b\n2,a\n', 'line 2: 2 columns'), ('a.csv', b'label,text\nx,y\nz,\xff\n', 'line 3: byte 0xff'),
+    ('a.csv', b'label,text\nx,y\nx,"y" z\n', 'line 3: bad quoting'),
+    ('a.csv', b'label,text\nx,"y\nx,z\n', 'line 2: bad quoting'),
+    ('a.tsv', b'label\ttext\nx\t"y\n', 'line 2: bad quoting'),
+    ('a.csv', b'kind,body\nx,y\n', "line 1: no column 'label', only kind, body"), ('a.txt', b'', 'must end in one of'),
+    ('a.jsonl', b'{"label": 1, "text": "x"}\n{"label": 1, "text"', 'line 2: not JSON'),
+    ('a.jsonl', b'["x"]', 'line 1: not an object'), ('a.jsonl', b'{"text": "x"}', "line 1: no label under 'label'"),
+    ('a.jsonl', b'{"label": true, "text": "x"}', 'no label'), ('a.jsonl', b'{"label": 1, "text": null}', 'no text'),
+    ('a.jsonl', b'{"label": 1, "text": ""}', 'line 1: no text'), ('b.csv', None, 'b.csv: No such file')])
+def test_bad_rows_are_named(tmp_path, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read_labelled(tmp_path / name)
+    assert says in str(error.value) and str(tmp_path / name) in str(error.value) and '\n' not in str(error.value)
+
+
+def test_forms_of_rows(tmp_path):
+    expected = (['1', '2'], ['a "b", c d\ne', 'f g'], [1, 3])
+    write_csv(tmp_path / 'news.csv', [(1, 'a "b", c', 'd\ne'), (2, 'f', 'g')], quoting=csv.QUOTE_ALL)
+    assert read_labelled(tmp_path / 'news.csv') == expected     # as AG News: class index, title, description
+    rows = [('body', 'kind', 'title'), ('d\ne', 1, 'a "b", c'), ('g', 2, 'f')]
+    write_csv(tmp_path / 'named.tsv', rows, delimiter='\t')
+    assert read_labelled(tmp_path / 'named.tsv', 'kind', 'title,body') == (*expected[:2], [2, 4])
+    rows = [dict(label=1, text='a "b", c d\ne'), dict(label='2', text='f g', more=None)]
+    (tmp_path / 'x.jsonl').write_bytes(b'\xef\xbb\xbf' + '\r\n\n'.join(map(json.dumps, rows)).encode())
+    assert read_labelled(tmp_path / 'x.jsonl') == expected
+    long = 'x' * 200000
+    write_csv(tmp_path / 'long.csv', [('label', 'text'), ('a', long)])
+    assert read_labelled(tmp_path / 'long.csv')[1] == [long]
+
+
+def test_bad_datasets(tmp_path, monkeypatch):
+    def says(**files):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for name, labels in files.items():
+            write_csv(tmp_path / name.replace('_', '.'), [('label', 'text'), *[(label, 'x') for label in labels]])
+        with pytest.raises(ValueError) as error:
+            read_dataset(tmp_path)
+        return str(error.value)
+    assert 'no val.csv' in says(train_csv='ab') and 'prepare.py' in says(val_csv='ab')
+    assert "train.csv: all rows have the label 'a'" in says(train_csv='aa', val_csv='a')
+    assert "test.csv line 3: label 'c' is none of train's: a, b" in says(train_csv='ab', val_csv='a', test_csv='ac')
+    assert 'train.csv and train.jsonl: which one?' in says(train_csv='ab', train_jsonl='ab', val_csv='a')
+    monkeypatch.setattr(sys, 'stdin', SimpleNamespace(buffer=io.BytesIO(b'one\r\ntwo')))
+    assert read_texts('-')[2] == ['one', 'two']
+    (tmp_path / 'texts').write_bytes(b'one\n\nthree\n')
+    with pytest.raises(ValueError, match='texts line 2: no text'):
+        read_texts(tmp_path / 'texts')
+
+
+# ---- prepare.py ------------------------------------------------------------------------------------------------------
+def prepare(name, *args, code=0, env={}):
+    done = subprocess.run([sys.executable, '-W', 'error', f'data/{name}/prepare.py', *map(str, args)], cwd=ROOT,
+                          text=True, capture_output=True, env={**ENV, **env}, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert not code or (done.stderr.startswith('prepare.py: ') and done.stderr.count('\n') == 1), done.stderr
+    return done.stderr if code else done.stdout
+
+
+def test_ag_news(tmp_path):
+    """By the original's CSV files, and by the hub's parquet files from a server on this machine: the same rows."""
+    rows = [(i % 4 + 1, f'Title {i}', f'Some "news", number {i}.') for i in range(60)]
+    for name, part in (('train', rows[:40]), ('test', rows[40:])):
+        write_csv(tmp_path / f'{name}.csv', part, quoting=csv.QUOTE_ALL)
+    files = tmp_path / 'train.csv', tmp_path / 'test.csv'
+    out = prepare('ag_news', '--input', *files, '--out_dir', tmp_path / 'a', '--val_fraction=0.2')
+    assert '32 rows in train.csv, 8 rows in val.csv, 20 rows in test.csv' in out
+    found = read_dataset(tmp_path / 'a')
+    assert sorted(set(found['train'][1])) == ['Business', 'Sci/Tech', 'Sports', 'World']
+    assert sorted(found['train'][2] + found['val'][2]) == sorted(f'{title} {more}' for _, title, more in rows[:40])
+    line = prepare('ag_news', '--input', *files, '--out_dir', tmp_path / 'a', '--seed=1', code=2)
+    assert '--overwrite' in line and read_dataset(tmp_path / 'a') == found
+    write_csv(tmp_path / 'bad.csv', [rows[0], (5, 'x', 'y')])
+    line = prepare('ag_news', '--input', tmp_path / 'bad.csv', files[1], '--out_dir', tmp_path / 'b', code=2)
+    assert "bad.csv line 2: class '5'" in line and not (tmp_path / 'b').exists()
+    env = {'HF_ENDPOINT': 'http://127.0.0.1:9', 'no_proxy': '127.0.0.1'}
+    assert '--input' in prepare('ag_news', '--out_dir', tmp_path / 'b', env=env, code=1)
+    assert not (tmp_path / 'b').exists()
+    pyarrow, parquet = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
+    blobs = {}
+    for name, part in (('train', rows[:40]), ('test', rows[40:])):
+        table, sink = dict(text=[f'{a} {b}' for _, a, b in part], label=[k - 1 for k, _, _ in part]), io.BytesIO()
+        parquet.write_table(pyarrow.table(table), sink)
+        blobs[f'{name}-00000-of-00001.parquet'] = sink.getvalue()
+    with hub(blobs, folder='data') as (env, _):
+        prepare('ag_news', '--out_dir', tmp_path / 'c', '--val_fraction=0.2', env=env)
+    for split in ROWS:
+        assert (tmp_path / 'c' / f'{split}.csv').read_bytes() == (tmp_path / 'a' / f'{split}.csv').read_bytes()
+
+
+def test_plays_are_split_by_play(tmp_path):
+    script = runpy.run_path(os.path.join(ROOT, 'data', 'shakespeare_genre', 'prepare.py'))
+    plays, text = script['PLAYS'], ''
+    for title, _, opening in plays:
+        text += f'FIRST:\n{opening}\n\n' + ''.join(f'A MAN:\n{title} says {i}\nand more\n\n' for i in range(120))
+    (tmp_path / 'input.txt').write_text(text)
+    prepare('shakespeare_genre', '--input', tmp_path / 'input.txt', '--out_dir', tmp_path / 'out', '--chars=200')
+    found = {}
+    for split in ROWS:
+        with open(tmp_path / 'out' / f'{split}.csv', newline='') as file:
+            found[split] = list(csv.DictReader(file))
+    genre = {title: name for title, name, _ in plays}
+    for row in sum(found.values(), []):
+        assert row['label'] == genre[row['play']] and 'MAN' not in row['text'] and len(row['text']) >= 200
+        assert set(row['text'].split(' says')[0].split('\n')[-1:]) & {row['play'], *[p[2] for p in plays]}
+    played = {split: {row['play'] for row in rows} for split, rows in found.items()}
+    assert played['test'] == set(script['TEST']) and not played['test'] & (played['train'] | played['val'])
+    for split in ROWS:
+        assert {genre[title] for title in played[split]} == set(genre.values())
+    assert not {row['text'] for row in found['train']} & {row['text'] for row in found['val']}
+    (tmp_path / 'cut.txt').write_text(text[:len(text) // 2])
+    line = prepare('shakespeare_genre', '--input', tmp_path / 'cut.txt', '--out_dir', tmp_path / 'no', code=2)
+    assert 'cut.txt: does not hold' in line and not (tmp_path / 'no').exists()
+
+
+def test_the_baseline(fork, data, tmp_path):
+    script = os.path.join(ROOT, 'scripts', 'tfidf.py')
+    line = fork(tmp_path, data, script=script, tiny_args=False, rc=1, before='sys.modules["sklearn"] = None')
+    assert line.err == 'tfidf.py: the baseline needs scikit-learn: pip install scikit-learn\n'
+    pytest.importorskip('sklearn')
+    done = fork(tmp_path, data, script=script, tiny_args=False, warn=False)
+    assert '[tfidf test] acc 100.00%' in done.out
+
