@@ -1,6 +1,6 @@
 # GPT-2 124M that needs fewer tokens to the same loss: Muon, rotary positions, RMS norm of queries and keys, 6 heads.
-# In runs of 500 steps of 61,440 tokens it reached nanoGPT's final loss in 0.27 of the steps (docs/speed.md); over billions
-# of tokens less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it. One node of 8 GPUs:
+# In runs of 500 steps of 61,440 tokens it reaches nanoGPT's final loss in 0.27 of the steps (docs/speed.md); over
+# billions of tokens less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it. One node of 8 GPUs:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-124M-fast'

@@ -57,7 +57,7 @@ tokenizer = 'gpt2'                  # 'gpt2' | 'byte' | 'char': the characters o
 n_layer = 12
 n_head = 12
 n_embd = 768                        # divisible by n_head
-bias = False                        # in Linears and LayerNorms
+bias = rope = qk_norm = False       # as in train.py
 dropout = 0.1                       # probability; with any weights
 # ---- optimizer: AdamW ------------------------------------------------------------------------------------------------
 learning_rate = 5e-5                # maximum; a small model from scratch bears 1e-3
@@ -122,8 +122,7 @@ class Classifier(GPT):
         self.head = Linear(config.n_embd, classes)
 
     def loss(self, x, last, rows=None):     # what GPT.forward ends with; x (B,T,C)
-        x = x[torch.arange(len(x), device=x.device), last]                                  # (B,C)
-        return self.head(self.transformer.ln_f(x)).float()
+        return self.head(self.transformer.ln_f(x[torch.arange(len(x), device=x.device), last])).float()     # (B,classes)
 
 torch.manual_seed(seed)
 model = raw_model = Classifier(GPTConfig(**model_args, dropout=dropout), len(labels)).to(device)
@@ -133,6 +132,7 @@ load_start(start, raw_model, optimizer, scaler)         # from rank 0 to all
 if compile:
     raw_model.compile(dynamic=True)
 if distributed:
+    raw_model._ddp_params_and_buffers_to_ignore = ['turns']     # as in train.py
     model = torch.nn.parallel.DistributedDataParallel(raw_model, gradient_as_bucket_view=True)
 autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != 'float32')
 

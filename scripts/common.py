@@ -147,7 +147,7 @@ def find_classifier(config, given, train):
     """
     from checkpoint import choose_start, from_rank0, must_fit, on_rank0
     from weights import read_checkpoint, read_full
-    shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'
+    shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
     settings, source = {**config, 'new_tokenizer': False}, config['init_from']
 
     def find():

@@ -199,6 +199,13 @@ def test_bfloat16_and_scaled_learning_rate(plain, run, tmp_path):
     assert all(steps[i]['lr'] == pytest.approx(2 * reference[i]['lr'], rel=1e-12) for i in steps)   # 2 micro-batches
 
 
+def test_rotary_positions(run, tmp_path):
+    new = '--rope=True', '--qk_norm=True', '--max_iters=2'
+    run(tmp_path, '--out_dir=out', *new, nproc=2)
+    assert 'transformer.wpe.weight' not in ckpt_of(tmp_path / 'out', 'ckpt.pt')['model']
+    run(tmp_path, '--out_dir=out', '--init_from=resume', '--max_iters=3')       # the checkpoint prescribes them
+
+
 def test_a_used_out_dir_is_refused_and_ranks_must_share_evenly(plain, run, tmp_path):
     cwd, _ = plain
     before = tree(cwd)

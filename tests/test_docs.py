@@ -54,7 +54,8 @@ def test_commands(fork, tmp_path):
             for script in set(scripts) - set(helps):
                 helps[script] = ''
                 if script.endswith('.py'):
-                    helps[script] = fork(tmp_path, '--help', script=str(Path(ROOT, script)), tiny_args=False, warn=False).out
+                    told = fork(tmp_path, '--help', script=str(Path(ROOT, script)), tiny_args=False, warn=False)
+                    helps[script] = told.out
     for name, scripts in used:      # a setting that stands alone may be of any script
         assert re.search(rf'{name}\b', ''.join(helps[script] for script in scripts or helps)), f'{scripts}: no {name}'
 

@@ -33,7 +33,8 @@ def huge(tmp_path_factory):
 
 def told(fork, cwd, code, *args, **options):
     """What the code, run with train.py's globals g after an evaluation, leaves in `answer`."""
-    out = fork(cwd, *SMALL, '--eval_only=True', *args, after=f'{code}\nprint("ANSWER", json.dumps(answer))', **options).out
+    after = f'{code}\nprint("ANSWER", json.dumps(answer))'
+    out = fork(cwd, *SMALL, '--eval_only=True', *args, after=after, **options).out
     return json.loads(re.search('^ANSWER (.*)$', out, re.M)[1])
 
 
@@ -44,7 +45,7 @@ def test_20_gigabytes_train(fork, tmp_path, huge, order):
 
 
 def test_memory_is_bounded(fork, tmp_path, huge):
-    """10,000 batches from all over the file add less than 50 MB; a memory map would keep a page of each of the 40,000 samples."""
+    """10,000 batches from all over the file add less than 50 MB; a memory map would keep a page of each sample."""
     pytest.importorskip('psutil')
     low, high, grown = told(fork, tmp_path, '''
 import psutil
@@ -62,8 +63,8 @@ answer = [int(low), int(high), held().rss - before]
 
 
 def test_epoch_order_of_millions_of_windows_needs_no_table(fork, tmp_path, huge):
-    """The offsets of a step take no more memory than its own samples: a table would be 2.5 GB. None comes twice in 400,000
-    samples, two epochs and two seeds agree by chance only, and a batch is the same wherever it is cut."""
+    """The offsets of a step take no more memory than its own samples: a table would be 2.5 GB. None comes twice in
+    400,000 samples, two epochs and two seeds agree by chance only, and a batch is the same wherever it is cut."""
     first, peak = told(fork, tmp_path, f'''
 import tracemalloc
 offsets = g['train_offsets']
@@ -102,7 +103,7 @@ answer = seen, g['read_windows']('train', numpy.array(seen))[1][:, -1].tolist()
 
 @pytest.mark.parametrize('order', ['random', 'epoch'])
 def test_global_batch_is_the_same_at_any_world_size(fork, tmp_path, huge, order):
-    """Which rank reads a sample in which micro-batch changes nothing: together they read every sample of the step once."""
+    """Which rank reads a sample in which micro-batch changes nothing: together they read every sample once."""
     code = '''
 read = []
 g['read_windows'].__globals__['read_windows'] = lambda split, offsets: read.extend(offsets.tolist())
