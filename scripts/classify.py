@@ -34,9 +34,8 @@ from weights import read_full
 
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out-classify'            # everything the run writes goes here
-init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if there is a ckpt.pt in out_dir, else
-                                    # scratch) | 'gpt2' | 'gpt2-medium' | 'gpt2-large' | 'gpt2-xl' | the weights in a
-                                    # folder, in Hugging Face form or with a checkpoint of train.py, or in its .pt file
+init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if out_dir has a ckpt.pt, else scratch) |
+                                    # 'gpt2', ... 'gpt2-xl' | a folder in Hugging Face form or of train.py, or a .pt file
 overwrite = False                   # let a new run delete an earlier run's files in out_dir
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 0                   # steps between evaluations, which save; 0: after each epoch
@@ -122,7 +121,8 @@ class Classifier(GPT):
         self.head = Linear(config.n_embd, classes)
 
     def loss(self, x, last, rows=None):     # what GPT.forward ends with; x (B,T,C)
-        return self.head(self.transformer.ln_f(x[torch.arange(len(x), device=x.device), last])).float()     # (B,classes)
+        x = self.transformer.ln_f(x[torch.arange(len(x), device=x.device), last])           # (B,C)
+        return self.head(x).float()
 
 torch.manual_seed(seed)
 model = raw_model = Classifier(GPTConfig(**model_args, dropout=dropout), len(labels)).to(device)
