@@ -35,7 +35,7 @@ from weights import read_full
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out-classify'            # everything the run writes goes here
 init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' (resume if out_dir has a ckpt.pt, else scratch) |
-                                    # 'gpt2', ... 'gpt2-xl' | a folder in Hugging Face form or of train.py, or a .pt file
+                                    # 'gpt2', ... 'gpt2-xl' | a Hugging Face folder, or train.py's, or a .pt file
 overwrite = False                   # let a new run delete an earlier run's files in out_dir
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 0                   # steps between evaluations, which save; 0: after each epoch
