@@ -322,11 +322,6 @@ def save_checkpoint(out_dir, model, optimizer, progress, last, best, sharded, in
     sharded one is complete after finish_saving. All ranks participate.
     """
     tensors = state_of(model, optimizer, whole=not sharded)
-    write_checkpoint(out_dir, tensors, progress, last, best, sharded, in_background)
-
-
-def write_checkpoint(out_dir, tensors, progress, last, best, sharded, in_background):
-    """save_checkpoint, of tensors as state_of gives them."""
     if sharded:
         save_sharded(Path(out_dir, 'ckpt_dcp', f'step_{progress["iter_num"]}'), tensors, {**progress, 'best': best},
                      in_background, on_disk=not last)
@@ -487,5 +482,5 @@ def excepthook(out_dir):
                 return
         else:
             return sys.__excepthook__(kind, error, trace)
-        print(f'{os.path.basename(sys.argv[0])}: {line}', file=sys.stderr, flush=True)
+        print(f'train.py: {line}', file=sys.stderr, flush=True)
     return report

@@ -10,7 +10,7 @@ from modes_helper import far, read_dcp, relative, weights
 
 PARALLEL = os.path.join(ROOT, 'scripts', 'train_parallel.py')
 # 4 blocks for 4 stages, 4 heads for 4 tensor ranks; 16 samples per step; a gradient norm above grad_clip
-SETTINGS = [*TINY, *('--n_layer=4 --n_head=4 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=8 '
+SETTINGS = [*TINY, *('--n_layer=4 --n_head=4 --n_embd=32 --block_size=16 --batch_size=2 --gradient_accumulation_steps=4 '
                      '--weight_decay=0.1 --grad_clip=0.5 --bias=True').split()]
 LONG = '--checkpoint_format=sharded --checkpoint_interval=1'.split()
 MESHES = {      # name: (ranks, settings)
