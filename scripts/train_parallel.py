@@ -1,5 +1,5 @@
 """
-Train a GPT-2 that is cut along five dimensions at once; the whole run, top to bottom. docs/parallel.md: what each is for.
+Train a GPT-2 that is cut along five dimensions at once; the whole run, top to bottom. See docs/parallel.md.
 
 torchrun --standalone --nproc_per_node=8 scripts/train_parallel.py config/train_gpt2_xl.py --tensor_parallel=2
 
@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel,
+                                               parallelize_module)
 from torch.nn.attention.bias import causal_lower_right
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
@@ -43,7 +43,6 @@ from configurator import configure, fail, one_line, under_torchrun  # noqa: E402
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, shuffled  # noqa: E402
 from kernels import peak_flops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from weights import OPENAI  # noqa: E402
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
 tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
@@ -56,15 +55,13 @@ fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (matmuls a
 use_fsdp = True                     # always, over the ranks that the others leave
 # ---- run -------------------------------------------------------------------------------------------------------------
 out_dir = 'out'                     # everything the run writes goes here
-init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' | 'gpt2' | ... | a folder or .pt file; as in train.py
+init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' | weights, as in train.py
 new_tokenizer = False               # let weights be trained on a dataset of other tokens than they know
 overwrite = False                   # let a new run delete an earlier run's files in out_dir
 seed = 1337                         # of weights, data order and dropout
 eval_interval = 2000                # steps between evaluations
 eval_iters = 200                    # batches per split and evaluation
 log_interval = 1                    # steps between log lines
-on_nonfinite = 'stop'               # 'stop' | 'skip': what to do with a step whose loss or gradient norm is not finite
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 always_save_checkpoint = True       # after every evaluation; False: only after one that improved, and at the end
 checkpoint_interval = 0             # steps between checkpoints; 0: at evaluations
 checkpoint_format = 'sharded'       # always: each rank writes its part, ckpt_dcp/step_N
@@ -97,13 +94,14 @@ min_lr = 6e-5                       # about learning_rate / 10
 device = 'auto'                     # 'auto' (GPUs if there are any) | 'cpu' | 'cuda'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU, else float32) | 'float32' | 'bfloat16'
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, block by block
-backend = 'auto'                    # 'auto' | 'nccl' | 'gloo'
 timeout_minutes = 60                # after which a rank that waits for another gives up
-# ---- known here, so that train.py's config files can be read, and refused if they ask for something -------------------
-use_ghost = ghost_val_resample = ghost_per_param = grad_dump = eval_only = False
-wandb_log = scale_lr = deterministic = fsdp_cpu_offload = False
+# ---- known here, so that train.py's config files can be read, and refused if they ask for something ------------------
+use_ghost = grad_dump = eval_only = wandb_log = scale_lr = deterministic = fsdp_cpu_offload = False
+ghost_val_resample = ghost_per_param = False
 ghost_val_batch_size = ghost_interval = ghost_save_interval = check_sync_interval = fsdp_min_num_params = 0
 ghost_val_dataset = wandb_project = wandb_run_name = ''
+on_nonfinite = 'stop'
+backend = 'auto'
 # ----------------------------------------------------------------------------------------------------------------------
 config, given = configure(globals())
 sys.excepthook = excepthook(out_dir)
@@ -117,11 +115,6 @@ def require(condition, message):
 
 def require_multiple(size, name, parts, of):
     require(size % parts == 0, f'{name}={size} is not a multiple of {of} = {parts}')
-
-def say(message):
-    """Rank 0 prints a line."""
-    if rank == 0:
-        print(message, flush=True)
 
 require(under_torchrun(), 'start by torchrun --standalone --nproc_per_node=N scripts/train_parallel.py ...')
 rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
@@ -141,19 +134,15 @@ counts = '''tensor_parallel context_parallel pipeline_parallel fsdp_replicate ev
 for name, value in config.items():
     low = 1 if name in counts else 0
     require(not isinstance(value, (int, float)) or low <= value, f'{name}={value}: must be at least {low}')
-for name in ('dropout', 'beta1', 'beta2'):
-    require(config[name] < 1, f'{name}={config[name]}: must be below 1')
+    require(name not in ('dropout', 'beta1', 'beta2') or value < 1, f'{name}={value}: must be below 1')
 choices = dict(use_fsdp=(True,), checkpoint_format=('sharded',), pipeline_schedule=('1f1b', 'interleaved'),
-               on_nonfinite=('stop', 'skip'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
-               dtype=('float32', 'bfloat16'), compile=(True, False), backend=('auto', 'nccl', 'gloo'))
+               on_nonfinite=('stop',), backend=('auto',), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
+               dtype=('float32', 'bfloat16'), compile=(True, False))
 for name, values in choices.items():
     require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
 require(device == 'cpu' or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
         f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
-require(backend != 'nccl' or gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo')
 require(out_dir, 'out_dir is empty: name a folder')
-require(init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(init_from),
-        f'init_from={init_from}: expected scratch, resume, auto, {", ".join(OPENAI)}, a folder or a .pt file')
 require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}')
 require_multiple(n_embd, 'n_embd', n_head, 'n_head')
 require_multiple(world_size, 'the world size', tensor_parallel * context_parallel * pipeline_parallel * fsdp_replicate,
@@ -171,8 +160,7 @@ num_stages = pipeline_parallel * 2 if interleaved else pipeline_parallel
 if gpus:
     device = f'cuda:{local_rank}'
     torch.cuda.set_device(device)
-if backend == 'auto':       # nccl carries tensors on GPUs, gloo those in host memory: checkpoints'
-    backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
+backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'      # gloo carries what is in host memory: checkpoints
 one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: see train.py
 attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
 store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
@@ -186,6 +174,11 @@ by_context = dist.init_device_mesh(device.split(':')[0], (data_ranks * pipeline_
                                    tensor_parallel), mesh_dim_names=('others', 'context', 'tensor'))
 pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
 context_rank, data_rank = by_context.get_local_rank('context'), by_context.get_local_rank('others') % data_ranks
+
+def say(message):
+    """Rank 0 prints a line."""
+    if rank == 0:
+        print(message, flush=True)
 
 def sum_over_ranks(*numbers):
     """The sums of numbers or scalar tensors, the same on every rank, as a list; all ranks participate."""
@@ -242,7 +235,7 @@ def train_offsets(step, j):
 positions = torch.arange(block_size, device=device)
 if context_parallel > 1:
     pieces = positions.chunk(2 * context_parallel)
-    positions = torch.cat((pieces[context_rank], pieces[-1 - context_rank]))    # (T,), T = block_size / context_parallel
+    positions = torch.cat((pieces[context_rank], pieces[-1 - context_rank]))    # (T,), T = block_size / context
 
 def read_windows(split, offsets):
     """This rank's tokens of samples, and the ones that follow each: on the device, int64 (len(offsets), T) both."""
@@ -447,10 +440,12 @@ def mean_losses(batches, training):
     if pipeline_parallel > 1:
         inputs, targets = (torch.cat(tensors) for tensors in zip(*batches))
         step = schedule.step if training else schedule.eval
-        if last_rank:
+        if first_rank:
+            step(inputs)
+        elif last_rank:
             step(targets=targets, target=targets, losses=losses)
         else:
-            step(*[inputs][:first_rank])
+            step()
         return [loss.detach() * micro_batches for loss in losses]
     for inputs, targets in batches:
         last = len(losses) == len(batches) - 1
@@ -465,7 +460,7 @@ def mean_losses(batches, training):
     return losses
 
 def evaluate():
-    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows; None if a signal came."""
+    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows."""
     model.eval()
     means, at_once = {}, micro_batches if pipeline_parallel > 1 else 1      # batches per rank
     for split in ('train', 'val'):
@@ -478,10 +473,7 @@ def evaluate():
                 batches.append(read_windows(split, j * windows // (eval_iters * batch_size)))
             losses = mean_losses(batches, training=False)
             total = sum(loss for loss, number in zip(losses, numbers) if number < eval_iters)
-            total, stop = sum_over_ranks(total, stop_signal)
-            if stop:        # all ranks leave at the same batch
-                return None
-            means[split] += total / (eval_iters * context_parallel * tensor_parallel)
+            means[split] += sum_over_ranks(total)[0] / (eval_iters * context_parallel * tensor_parallel)
     model.train()
     return means
 
@@ -491,10 +483,9 @@ with one_line():
 if rank == 0:
     begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 
-def log(entry):
+def log(**entry):
     """A line of log.jsonl."""
     if rank == 0:
-        entry = {k: v if v is None or math.isfinite(v) else None for k, v in entry.items()}     # JSON has no NaN
         with open(Path(out_dir, 'log.jsonl'), 'a') as f:
             f.write(json.dumps(entry) + '\n')
 
@@ -504,8 +495,7 @@ say(f'pipeline {pipeline_parallel} ({num_stages} stages) x replicate {fsdp_repli
     f'{shards // context_parallel} x context {context_parallel} x tensor {tensor_parallel} = {world_size} x {card}, '
     f'{dtype}, compile {"blocks" if compile else "off"}')
 mine = sum(p.to_local().numel() for p in params.values()) * 16 / 2**20
-say(f'{whole.num_params():,} parameters; with gradients and optimizer state rank 0 holds {mine:.1f} MiB of '
-    f'{whole.num_params() * 16 / 2**20:.1f}')
+say(f'{whole.num_params():,} parameters; rank 0 holds {mine:.1f} MiB of them, their gradients and optimizer state')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches x {data_ranks} '
     f'ranks = {tokens_per_step:,}')
 
@@ -525,12 +515,15 @@ def on_signal(number, frame):
     stop_signal = number
     signal.signal(number, signal.SIG_DFL)
 
+def stop_not_finite(what):
+    finish_saving(keep_checkpoints)
+    fail(f'step {iter_num}: {what}; try a lower learning_rate', code=1)
+
 stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
 for number in (signal.SIGINT, signal.SIGTERM):
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, on_signal)
+    signal.signal(number, on_signal)
 model.train()
-saved_at, stopping, sound = start_iter, False, True     # the newest checkpoint; by a signal; the evaluation was finite
+saved_at, stopping = start_iter, False      # the newest checkpoint; by a signal
 timed_from, clock = start_iter, time.perf_counter()
 while True:
     lr = lr_at(iter_num)
@@ -538,23 +531,21 @@ while True:
         group['lr'] = lr
     done, improved = iter_num >= max_iters, False
     evaluating = not stopping and (done or iter_num % eval_interval == 0)
-    means = evaluate() if evaluating else None
-    if means:
+    if evaluating:
+        means = evaluate()
         improved = means['val'] < best_val_loss
-        best_val_loss = min(means['val'], best_val_loss) if improved else best_val_loss
+        best_val_loss = min(means['val'], best_val_loss)
+        if not (math.isfinite(means['train']) and math.isfinite(means['val'])):
+            stop_not_finite(f'losses {means}: these weights are not saved')
         say(f'evaluated after {iter_num} steps: train loss {means["train"]:.4f}, val loss {means["val"]:.4f}')
-        log(dict(iter=iter_num, tokens=samples_before(iter_num) * block_size, train_loss=means['train'],
-                 val_loss=means['val']))
-        sound = math.isfinite(means['train']) and math.isfinite(means['val'])
-        if not sound and (done or on_nonfinite == 'stop'):
-            fail(f'step {iter_num}: the evaluation is not finite: these weights are not saved', code=1)
-    stopping = stopping or (evaluating and means is None)
+        log(iter=iter_num, tokens=samples_before(iter_num) * block_size, train_loss=means['train'],
+            val_loss=means['val'])
     if checkpoint_interval:
         due = iter_num % checkpoint_interval == 0
     else:
         due = improved or (evaluating and always_save_checkpoint)
     save_last = (due or done or stopping) and iter_num > saved_at
-    if iter_num > 0 and sound and (save_last or improved):
+    if iter_num > 0 and (save_last or improved):
         save(save_last, improved)
         saved_at = iter_num
     if done or stopping:
@@ -577,15 +568,11 @@ while True:
     train_loss, square, stop = sum_over_ranks(sum(losses), (squares / copies).sum(), stop_signal)
     train_loss /= gradient_accumulation_steps * context_parallel * tensor_parallel
     grad_norm, stopping = math.sqrt(square), stop > 0
-    if math.isfinite(train_loss) and math.isfinite(grad_norm):
-        if grad_clip:
-            torch._foreach_mul_(gradients, min(1.0, grad_clip / (grad_norm + 1e-6)))    # as clip_grad_norm_ has it
-        optimizer.step()
-    elif on_nonfinite == 'skip':
-        say(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: skipped')
-    else:
-        fail(f'step {iter_num}: loss {train_loss}, gradient norm {grad_norm}: stopped before the update; try a lower '
-             'learning_rate, or on_nonfinite=skip to leave such steps out', code=1)
+    if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
+        stop_not_finite(f'loss {train_loss}, gradient norm {grad_norm}: stopped before the update')
+    if grad_clip:
+        torch._foreach_mul_(gradients, min(1.0, grad_clip / (grad_norm + 1e-6)))    # as clip_grad_norm_ has it
+    optimizer.step()
     optimizer.zero_grad()
     iter_num += 1
     if (iter_num - 1) % log_interval == 0 or iter_num == max_iters:
@@ -596,9 +583,8 @@ while True:
         say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
             f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, peak memory '
             f'{f"{memory:.1f} GiB" if memory else "n/a"}')
-        log(dict(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr,
-                 grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, mfu=mfu,
-                 memory_gib=memory))
+        log(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr, mfu=mfu,
+            grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, memory_gib=memory)
     finish_saving(keep_checkpoints, wait=False)
 
 finish_saving(keep_checkpoints)
