@@ -126,9 +126,6 @@ if dtype == 'auto':
 if compile == 'auto':
     compile = gpus > 0
 config.update(device=device, dtype=dtype, compile=compile)
-for name in ('use_ghost', 'grad_dump', 'eval_only', 'wandb_log', 'scale_lr', 'deterministic', 'fsdp_cpu_offload',
-             'check_sync_interval', 'fsdp_min_num_params'):
-    require(not config[name], f'{name}={config[name]}: only train.py has that')
 counts = '''tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval eval_iters log_interval
     gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes'''.split()
 for name, value in config.items():
@@ -138,7 +135,9 @@ for name, value in config.items():
 choices = dict(use_fsdp=(True,), checkpoint_format=('sharded',), pipeline_schedule=('1f1b', 'interleaved'),
                on_nonfinite=('stop',), backend=('auto',), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
                dtype=('float32', 'bfloat16'), compile=(True, False))
-for name, values in choices.items():
+only_train = '''use_ghost grad_dump eval_only wandb_log scale_lr deterministic fsdp_cpu_offload fsdp_min_num_params
+    check_sync_interval'''.split()
+for name, values in {**choices, **dict.fromkeys(only_train, (False,))}.items():
     require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
 require(device == 'cpu' or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
         f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
@@ -226,9 +225,8 @@ def train_offsets(step, j):
     _, _, tokens = bins['train']
     if data_order == 'random':
         return (hash64(seed, step, j) % np.uint64(tokens - block_size)).astype(np.int64)
-    windows = (tokens - 1) // block_size
-    epoch, k = np.divmod(samples_before(step) + j, windows)
-    return shuffled(k, windows, seed, epoch) * block_size
+    epoch, k = np.divmod(samples_before(step) + j, (tokens - 1) // block_size)
+    return shuffled(k, (tokens - 1) // block_size, seed, epoch) * block_size
 
 # Of every sample a rank has two pieces, one from the start and one from the end: a token looks at all tokens before it,
 # and so the ranks have equal work.
@@ -506,7 +504,9 @@ def lr_at(step):
         return learning_rate
     if step < warmup_iters:
         return learning_rate * (step + 1) / warmup_iters
-    way = min(1.0, (step - warmup_iters) / max(1, lr_decay_iters - warmup_iters))       # 0 to 1
+    if step >= lr_decay_iters:
+        return min_lr
+    way = (step - warmup_iters) / (lr_decay_iters - warmup_iters)       # 0 to 1
     return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * way)) / 2
 
 def on_signal(number, frame):

@@ -1,9 +1,8 @@
 """By hand: python -m pytest -s tests/parallel_sweep.py. Every dimension alone, in pairs and in triples, on up to 8
-ranks; each mesh goes on from the checkpoint of the one before it, and at the end train.py from the last one's."""
+ranks; each mesh goes on from the checkpoint of the one before it."""
 import pytest
-from conftest import log_of
-from modes_helper import far, weights
 from test_parallel import chain, launch  # noqa: F401
+from test_parallel import test_train_goes_on_from_a_mesh as train_goes_on
 
 MESHES = [
     'tp2', 'cp2', 'pp2', 'pp2i', 'fsdp2', 'hsdp2', 'tp4', 'cp4', 'pp4', 'fsdp4', 'hsdp2 fsdp2',
@@ -18,7 +17,4 @@ def test_every_mesh_trains_as_plain(chain, mesh):  # noqa: F811
 
 
 def test_train_goes_on_from_the_last_mesh(chain, launch):  # noqa: F811
-    out = chain.before['out']
-    launch(out.parent, 'plain', '--init_from=resume')
-    assert far(weights(out / 'ckpt_dcp' / 'step_20'), weights(chain.plain / 'ckpt_dcp' / 'step_20')) < 5e-5
-    assert log_of(out)[0][19]['loss'] == pytest.approx(log_of(chain.plain)[0][19]['loss'], rel=2e-6)
+    train_goes_on(chain, launch)

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 from conftest import ROOT, TINY, log_of, record
-from modes_helper import far, read_dcp, relative, weights
+from modes_helper import far, read_dcp, read_full, relative, weights
 
 PARALLEL = os.path.join(ROOT, 'scripts', 'train_parallel.py')
 # 4 blocks for 4 stages, 4 heads for 4 ranks; 8 samples per step in 4 micro-batches; a gradient norm above grad_clip
@@ -51,10 +51,10 @@ def launch(fork, tiny, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def chain(launch, tmp_path_factory):
-    """A function of a mesh: its worst differences from plain training, as asserted. A mesh goes on from the first step
-    of the one before it, the first mesh from train.py's."""
+    """A function that holds a mesh against plain training. A mesh goes on from the first step of the one before it, the
+    first mesh from train.py's, which is one file."""
     plain = tmp_path_factory.mktemp('plain') / 'out'
-    launch(plain.parent, 'plain', '--max_iters=1')
+    launch(plain.parent, 'plain', '--max_iters=1', '--checkpoint_format=full')
     before = {'out': shutil.copytree(plain, tmp_path_factory.mktemp('step') / 'out')}
     launch(plain.parent, 'plain', '--init_from=resume')
 
@@ -76,8 +76,8 @@ def compare(mesh, first, long, plain):
     steps[0], evals[0] = log_of(first)[0][0], log_of(first)[1][0]       # its own
     loss = max(abs(steps[i][k] / steps1[i][k] - 1) for i in steps for k in ('loss', 'grad_norm'))
     evaluation = max(abs(evals[i][k] / evals1[i][k] - 1) for i in evals for k in ('train_loss', 'val_loss'))
-    moments = [{k: v for k, v in read_dcp(out / 'ckpt_dcp' / 'step_1').items() if k.endswith('.exp_avg')}
-               for out in (first, plain)]       # the first gradient, clipped, times 1 - beta1
+    moments = [{k: v for k, v in tensors.items() if k.endswith('.exp_avg')}     # first gradient, clipped, x (1 - beta1)
+               for tensors in (read_dcp(first / 'ckpt_dcp' / 'step_1'), read_full(plain / 'ckpt.pt'))]
     gradient = relative(*moments)
     weight = far(*(weights(out / 'ckpt_dcp' / 'step_20') for out in (long, plain)))
     print(f'\n{mesh}: losses and norms {loss:.1e}, evaluations {evaluation:.1e}, first gradients {gradient:.1e}, '
@@ -90,6 +90,13 @@ def compare(mesh, first, long, plain):
 @pytest.mark.parametrize('mesh', ['pp2i', 'cp2', 'tp2 fsdp2'])
 def test_every_mesh_trains_as_plain(chain, mesh):
     chain(mesh)
+
+
+def test_train_goes_on_from_a_mesh(chain, launch):
+    out = chain.before['out']
+    launch(out.parent, 'plain', '--init_from=resume')
+    assert far(weights(out / 'ckpt_dcp' / 'step_20'), weights(chain.plain / 'ckpt_dcp' / 'step_20')) < 5e-5
+    assert log_of(out)[0][19]['loss'] == pytest.approx(log_of(chain.plain)[0][19]['loss'], rel=2e-6)
 
 
 # Every mask and every operation's operands, as a rank sees them.
@@ -129,8 +136,8 @@ def test_dropout_and_the_logits_of_tensor_parallel(launch, tmp_path):
 
 
 @pytest.mark.parametrize('mesh,args,words', [
-    ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: only train.py has that'),
-    ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: only train.py has that'),
+    ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: this script takes False'),
+    ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: this script takes False'),
     ('fsdp1', ['--checkpoint_format=full'], "checkpoint_format='full': this script takes 'sharded'"),
     ('fsdp1', ['--tensor_parallel=2'], 'the world size=1 is not a multiple of'),
     ('fsdp1', [INTERLEAVED], 'needs --pipeline_parallel=2'),
