@@ -274,10 +274,11 @@ with torch.device('meta'):      # shapes without memory
 if fsdp_activation_checkpointing:
     model.recompute(selective=fsdp_activation_checkpointing == 'selective')
 first_rank, last_rank = pipeline_rank == 0, pipeline_rank == pipeline_parallel - 1
-blocks = {}                     # {number: block} of this rank's stages
+stage_of = [i * num_stages // n_layer for i in range(n_layer)]      # of each block
+blocks = {}                     # {number: block} of this rank
 for i, block in enumerate(list(model.transformer.h)):
     block.attn.forward = partial(attend, block.attn)
-    if i * num_stages // n_layer % pipeline_parallel == pipeline_rank:
+    if stage_of[i] % pipeline_parallel == pipeline_rank:
         blocks[i] = block
     else:
         model.transformer.h[i] = None
@@ -294,7 +295,7 @@ class Stage(nn.Module):
     def __init__(self, number):
         super().__init__()
         self.first, self.last = number == 0, number == num_stages - 1
-        self.blocks = nn.ModuleList(block for i, block in blocks.items() if i * num_stages // n_layer == number)
+        self.blocks = nn.ModuleList(block for i, block in blocks.items() if stage_of[i] == number)
         if self.first:
             self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
         if self.last:
@@ -376,6 +377,15 @@ for name, p in params.items():
 copies = torch.tensor(copies, device=device)
 
 # ---- checkpoints: as train.py's --------------------------------------------------------------------------------------
+def keep_part(whole_tensor, mine):
+    """Copy this rank's part of a whole tensor to `mine`, a DTensor: tensor's part first, and of that the shard."""
+    for i in reversed(range(mine.device_mesh.ndim)):
+        if not mine.placements[i].is_replicate():
+            dim, ranks, k = mine.placements[i].dim, mine.device_mesh.size(i), mine.device_mesh.get_local_rank(i)
+            chunks = whole_tensor.chunk(ranks, dim)
+            whole_tensor = chunks[k] if k < len(chunks) else whole_tensor.narrow(dim, 0, 0)
+    mine.to_local().copy_(whole_tensor)
+
 def reorder(first, second):
     """
     The rows of every c_attn, and of its optimizer state, from the order (first, second, D) to (second, first, D): files
@@ -384,14 +394,28 @@ def reorder(first, second):
     for name, p in params.items():
         for tensor in (p.detach(), *optimizer.state[p].values()):
             if '.c_attn.' in name and tensor.dim() > 0:
-                rows = tensor.full_tensor()
-                rows = rows.unflatten(0, (first, second, -1)).transpose(0, 1).flatten(0, 2)
-                for i in reversed(range(tensor.device_mesh.ndim)):      # tensor's part, and of that the shard
-                    if not tensor.placements[i].is_replicate():
-                        chunks = rows.chunk(tensor.device_mesh.size(i))
-                        mine = tensor.device_mesh.get_local_rank(i)
-                        rows = chunks[mine] if mine < len(chunks) else rows[:0]
-                tensor.to_local().copy_(rows)
+                rows = tensor.full_tensor().unflatten(0, (first, second, -1))
+                keep_part(rows.transpose(0, 1).flatten(0, 2), tensor)
+
+def load():
+    """Fill the weights, and where there is one the optimizer state, from files; all ranks participate."""
+    from_one_file, state = start['has_optimizer'], start['optimizer'].get('state', {})
+    start['has_optimizer'] = False      # torch would send the first stage's alone: here one whole tensor at a time
+    load_start(start, model, optimizer, torch.amp.GradScaler(enabled=False))
+    if from_one_file:
+        state_of(model, optimizer, whole=False)     # makes an empty one
+        for name, p in whole.named_parameters():
+            for kind in ('step', 'exp_avg', 'exp_avg_sq'):
+                tensor = torch.empty(() if kind == 'step' else p.shape, device=device)
+                if rank == 0:
+                    require(kind in state[name], f'{start["resumed_from"]} is of another optimizer than AdamW')
+                    tensor.copy_(state[name][kind])
+                dist.broadcast(tensor, 0)
+                if name in params and kind == 'step':
+                    optimizer.state[params[name]]['step'].copy_(tensor)
+                elif name in params:
+                    keep_part(tensor, optimizer.state[params[name]][kind])
+    reorder(3, n_head)
 
 def save(last, best):
     """ckpt_dcp/step_N; all ranks participate."""
@@ -411,8 +435,7 @@ def save(last, best):
     say(f'saved step {iter_num}; training waited {time.perf_counter() - began:.2f} s')
 
 with one_line():
-    load_start(start, model, optimizer, torch.amp.GradScaler(enabled=False))
-reorder(3, n_head)
+    load()
 
 # ---- the passes of a step, and evaluation ----------------------------------------------------------------------------
 if pipeline_parallel > 1:
