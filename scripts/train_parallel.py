@@ -399,7 +399,7 @@ def reorder(first, second):
 
 def load():
     """Fill the weights, and where there is one the optimizer state, from files; all ranks participate."""
-    from_one_file, state = start['has_optimizer'], start['optimizer'].get('state', {})
+    from_one_file, state = start['has_optimizer'], start.pop('optimizer').get('state', {})
     start['has_optimizer'] = False      # torch would send the first stage's alone: here one whole tensor at a time
     load_start(start, model, optimizer, torch.amp.GradScaler(enabled=False))
     if from_one_file:

@@ -239,7 +239,7 @@ def ckpt_of(out, name='ckpt.pt'):
 
 
 SLOW = ['test_modes', 'test_data', 'test_train', 'test_ghost', 'test_bench', 'test_data_slow', 'test_dumps', 'test_ddp',
-        'test_find_noise']
+        'test_find_noise', 'test_parallel']
 
 
 def pytest_collection_modifyitems(items):
