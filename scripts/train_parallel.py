@@ -172,7 +172,8 @@ mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_repl
 by_context = dist.init_device_mesh(device.split(':')[0], (data_ranks * pipeline_parallel, context_parallel,
                                    tensor_parallel), mesh_dim_names=('others', 'context', 'tensor'))
 pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
-context_rank, data_rank = by_context.get_local_rank('context'), by_context.get_local_rank('others') % data_ranks
+context_mesh, data_rank = by_context['context'], by_context.get_local_rank('others') % data_ranks
+context_rank = context_mesh.get_local_rank()
 
 def say(message):
     """Rank 0 prints a line."""
@@ -254,7 +255,7 @@ def attend(attention, x, rows=None, cache=None):
     if context_parallel == 1:
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     else:
-        mine = DTensor.from_local(torch.stack((k, v))[None], by_context['context'], [Shard(0)])
+        mine = DTensor.from_local(torch.stack((k, v))[None], context_mesh, [Shard(0)])
         every = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         early, late = every.chunk(2, 4)                                             # (context,2,B,H,T/2,D) each
         in_order = torch.cat((early, late.flip(0)))                                 # (2 context,2,B,H,T/2,D)

@@ -3,7 +3,6 @@ scripts/train_parallel.py trains as plain train.py at every mesh, and each goes 
 few meshes; all of them, for some minutes: python -m pytest tests/parallel_sweep.py
 """
 import json
-import math
 import os
 import shutil
 
@@ -33,13 +32,18 @@ def mesh_flags(mesh):
     return ranks, flags
 
 
+def with_ids(vocab_size, tiny, folder):
+    """A copy of the dataset tiny, whose record says so many token ids."""
+    shutil.copytree(tiny, folder)
+    meta = json.loads((folder / 'meta.json').read_text())
+    (folder / 'meta.json').write_text(json.dumps({**meta, 'vocab_size': vocab_size}))
+    return folder
+
+
 @pytest.fixture(scope='module')
 def launch(fork, tiny, tmp_path_factory):
     """launch(cwd, mesh, *args): train_parallel.py at a mesh, or train.py for 'plain'."""
-    folder = tmp_path_factory.mktemp('data') / 'even'       # 64 token ids, so that 2, 4 and 8 ranks can share them
-    shutil.copytree(tiny, folder)
-    meta = json.loads((folder / 'meta.json').read_text())
-    (folder / 'meta.json').write_text(json.dumps({**meta, 'vocab_size': 64}))
+    folder = with_ids(64, tiny, tmp_path_factory.mktemp('data') / 'even')       # 2, 4 and 8 ranks can share them
 
     def run(cwd, mesh, *args, **options):
         argv = [f'--dataset={folder}', *SETTINGS]
@@ -100,7 +104,7 @@ def test_train_goes_on_from_a_mesh(chain, launch):
     assert log_of(out)[0][19]['loss'] == pytest.approx(log_of(chain.plain)[0][19]['loss'], rel=2e-6)
 
 
-# Every mask and every operation's operands, as a rank sees them.
+# Every mask, and how many bytes each operation of the training step allocates.
 WATCH = '''
 import torch.nn.functional as F
 from torch.profiler import profile
@@ -112,29 +116,28 @@ def watched(x, p, training):
     if training and x.is_leaf is False:
         masks.append(hash(tuple((y == 0).flatten().tolist())))
     return y
-F.dropout = watched
-seen = profile(record_shapes=True)
+F.dropout, seen = watched, profile(profile_memory=True)
 '''
 TELL = '''
 seen.__exit__(None, None, None)
-shapes = {tuple(shape) for event in seen.events() for shape in event.input_shapes or ()}
 same = [p.to_local().double().sum().item().hex() for n, p in g['params'].items() if '.ln_' in n or '.wpe.' in n]
 with open(f'rank{rank}', 'w') as file:
-    json.dump([masks, same, [list(shape) for shape in shapes if all(isinstance(n, int) for n in shape)]], file)
+    json.dump([masks, same, [[event.name, event.self_cpu_memory_usage] for event in seen.events()]], file)
 '''
 
 
-def test_dropout_and_the_logits_of_tensor_parallel(launch, tmp_path):
+def test_dropout_and_the_logits_of_tensor_parallel(launch, tiny, tmp_path):
     """Masks differ from rank to rank; what both ranks have whole stays the same; whole logits exist nowhere."""
-    launch(tmp_path, 'tp2', '--n_embd=48', '--dropout=0.2', '--max_iters=2', '--eval_iters=1', before=WATCH, after=TELL,
-           warn=False)
-    (masks, same, shapes), (masks1, same1, _) = (json.loads((tmp_path / f'rank{i}').read_text()) for i in (0, 1))
-    assert len(masks) == len(masks1) == 2 * 4 * 9       # steps x micro-batches x (embedding and two per block)
+    data = with_ids(4096, tiny, tmp_path / 'data')
+    launch(tmp_path, 'tp2', f'--dataset={data}', '--batch_size=4', '--gradient_accumulation_steps=1', '--dropout=0.2',
+           '--max_iters=1', '--eval_iters=1', before=WATCH, after=TELL, warn=False)
+    (masks, same, allocated), (masks1, same1, _) = (json.loads((tmp_path / f'rank{i}').read_text()) for i in (0, 1))
+    assert len(masks) == len(masks1) == 9               # embedding and two per block
     assert len(set(masks + masks1)) == len(masks + masks1)
     assert len(same) == 18 + 1 and same == same1        # weights and biases of 9 norms; positions
-    sizes = {(math.prod(shape), shape[-1]) for shape in map(tuple, shapes) if shape}
-    assert (2 * 16 * 32, 32) in sizes                   # (B,T) tokens x half of the 64 ids
-    assert not {size for size in sizes if size[0] >= 2 * 16 * 64 and size[1] in (64, 2 * 16 * 64)}
+    logits = 4 * 16 * 4096 * 4      # bytes of all
+    assert logits // 2 in [size for _, size in allocated]
+    assert not [(name, size) for name, size in allocated if size >= logits]
 
 
 @pytest.mark.parametrize('mesh,args,words', [
