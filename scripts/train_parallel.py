@@ -1,0 +1,611 @@
+"""
+Train a GPT-2 that is cut along five dimensions at once; the whole run, top to bottom. See docs/parallel.md.
+
+torchrun --standalone --nproc_per_node=8 scripts/train_parallel.py config/train_gpt2_xl.py --tensor_parallel=2
+
+tensor      each rank has a part of every matrix, of the heads and of the vocabulary   --tensor_parallel=2
+context     each rank has a part of every sample's tokens                              --context_parallel=2
+pipeline    each rank has some of the blocks                                           --pipeline_parallel=2
+shard       FSDP over context's ranks and those that are left: of these each has other samples
+replicate   HSDP: copies of the sharded model                                          --fsdp_replicate=2
+
+Data, settings and log are train.py's, and each script goes on from the other's checkpoints, whatever the mesh. Every
+mesh computes the same up to rounding, but for dropout, whose masks differ from rank to rank.
+"""
+import atexit
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel,
+                                               parallelize_module)
+from torch.nn.attention.bias import causal_lower_right
+
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from checkpoint import (begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
+                        save_sharded, state_of)
+from configurator import configure, fail, one_line, under_torchrun
+from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
+from kernels import peak_flops
+from model import GPT, GPTConfig
+from scripts.common import lr_at
+
+# ---- mesh ------------------------------------------------------------------------------------------------------------
+tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
+context_parallel = 1                # ranks that share every sample's tokens
+pipeline_parallel = 1               # ranks that share the blocks
+pipeline_schedule = '1f1b'          # '1f1b' | 'interleaved': two stages per rank; ranks wait less, and send more
+fsdp_replicate = 1                  # HSDP: copies of the sharded model
+fsdp_reshard_after_forward = True   # False: keep weights gathered through the micro-batches, as pipeline always does
+fsdp_activation_checkpointing = False  # False | 'full' | 'selective' (matmuls and attention are kept)
+use_fsdp = True                     # always, over the ranks that the others leave
+# ---- run -------------------------------------------------------------------------------------------------------------
+out_dir = 'out'                     # everything the run writes goes here
+init_from = 'scratch'               # 'scratch' | 'resume' | 'auto' | weights, as in train.py
+new_tokenizer = False               # let weights be trained on a dataset of other tokens than they know
+overwrite = False                   # let a new run delete an earlier run's files in out_dir
+seed = 1337                         # of weights, data order and dropout
+eval_interval = 2000                # steps between evaluations
+eval_iters = 200                    # batches per split and evaluation
+log_interval = 1                    # steps between log lines
+always_save_checkpoint = True       # after every evaluation; False: only after one that improved, and at the end
+checkpoint_interval = 0             # steps between checkpoints; 0: at evaluations
+checkpoint_format = 'sharded'       # always: each rank writes its part, ckpt_dcp/step_N
+checkpoint_async = False            # write in the background
+keep_checkpoints = 0                # how many to keep, the best one besides; 0 keeps all
+# ---- data ------------------------------------------------------------------------------------------------------------
+dataset = 'openwebtext'             # a folder in data/, or a path, with train.bin and val.bin
+data_order = 'random'               # 'random': windows with replacement | 'epoch': each once per epoch, shuffled
+gradient_accumulation_steps = 40    # micro-batches per step, over all ranks together
+batch_size = 12                     # samples per micro-batch
+block_size = 1024                   # tokens per sample
+# ---- model -----------------------------------------------------------------------------------------------------------
+n_layer = 12
+n_head = 12
+n_embd = 768                        # divisible by n_head
+dropout = 0.0                       # probability; 0 for pretraining, 0.1 or more for finetuning
+bias = False                        # in Linears and LayerNorms
+# ---- optimizer: AdamW ------------------------------------------------------------------------------------------------
+learning_rate = 6e-4                # maximum
+max_iters = 600000                  # optimizer steps in all
+weight_decay = 1e-1                 # of matrices and embeddings; 0 disables
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0                     # largest global gradient norm; 0 disables
+decay_lr = True                     # False: learning_rate throughout
+warmup_iters = 2000                 # steps of linear warm-up
+lr_decay_iters = 600000             # step at which the cosine reaches min_lr; about max_iters
+min_lr = 6e-5                       # about learning_rate / 10
+# ---- machine ---------------------------------------------------------------------------------------------------------
+device = 'auto'                     # 'auto' (GPUs if there are any) | 'cpu' | 'cuda'
+dtype = 'auto'                      # 'auto' (bfloat16 on a GPU, else float32) | 'float32' | 'bfloat16'
+compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, block by block
+timeout_minutes = 60                # after which a rank that waits for another gives up
+# ---- known here, so that train.py's config files can be read, and refused if they ask for something ------------------
+use_ghost = grad_dump = eval_only = wandb_log = scale_lr = deterministic = fsdp_cpu_offload = False
+rope = qk_norm = profile_memory = False
+ghost_val_resample = ghost_per_param = False
+ghost_val_batch_size = ghost_interval = ghost_save_interval = check_sync_interval = fsdp_min_num_params = 0
+profile_steps = 0
+ghost_val_dataset = wandb_project = wandb_run_name = ''
+on_nonfinite = 'stop'
+backend = 'auto'
+optimizer = 'adamw'
+# ----------------------------------------------------------------------------------------------------------------------
+config, given = configure(globals())
+sys.excepthook = excepthook(out_dir)
+logging.getLogger('torch.distributed.tensor').setLevel(logging.ERROR)   # not that some tensors take two gathers
+
+# ---- checks: all come before the first write -------------------------------------------------------------------------
+def require(condition, message):
+    """Every check of the settings: if the condition does not hold, the run ends with this line."""
+    if not condition:
+        fail(message)
+
+def require_multiple(size, name, parts, of):
+    require(size % parts == 0, f'{name}={size} is not a multiple of {of} = {parts}')
+
+require(under_torchrun(), 'start by torchrun --standalone --nproc_per_node=N scripts/train_parallel.py ...')
+rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
+if device == 'auto':
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+gpus = torch.cuda.device_count() if device == 'cuda' else 0
+if dtype == 'auto':
+    dtype = 'bfloat16' if gpus else 'float32'
+if compile == 'auto':
+    compile = gpus > 0
+config.update(device=device, dtype=dtype, compile=compile)
+counts = '''tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval eval_iters log_interval
+    gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes'''.split()
+for name, value in config.items():
+    low = 1 if name in counts else 0
+    require(not isinstance(value, (int, float)) or low <= value, f'{name}={value}: must be at least {low}')
+    require(name not in ('dropout', 'beta1', 'beta2') or value < 1, f'{name}={value}: must be below 1')
+choices = dict(use_fsdp=(True,), optimizer=('adamw',), checkpoint_format=('sharded',),
+               pipeline_schedule=('1f1b', 'interleaved'),
+               on_nonfinite=('stop',), backend=('auto',), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
+               dtype=('float32', 'bfloat16'), compile=(True, False))
+only_train = '''use_ghost grad_dump eval_only wandb_log scale_lr deterministic fsdp_cpu_offload fsdp_min_num_params
+    check_sync_interval rope qk_norm profile_steps profile_memory'''.split()
+for name, values in {**choices, **dict.fromkeys(only_train, (False,))}.items():
+    require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
+require(device == 'cpu' or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
+        f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
+require(out_dir, 'out_dir is empty: name a folder')
+require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}')
+require_multiple(n_embd, 'n_embd', n_head, 'n_head')
+require_multiple(world_size, 'the world size', tensor_parallel * context_parallel * pipeline_parallel * fsdp_replicate,
+                 'tensor_parallel x context_parallel x pipeline_parallel x fsdp_replicate')
+data_ranks = world_size // (tensor_parallel * context_parallel * pipeline_parallel)     # each reads other samples
+shards = data_ranks // fsdp_replicate * context_parallel        # how many ranks share a weight, beside tensor's
+require_multiple(gradient_accumulation_steps, 'gradient_accumulation_steps', data_ranks * pipeline_parallel,
+                 'ranks that read other samples x pipeline_parallel')
+micro_batches = gradient_accumulation_steps // data_ranks       # per rank and step
+interleaved = pipeline_schedule == 'interleaved'
+require(pipeline_parallel > 1 or not interleaved, 'pipeline_schedule=interleaved needs --pipeline_parallel=2 or more')
+num_stages = pipeline_parallel * 2 if interleaved else pipeline_parallel
+
+# ---- connect the ranks -----------------------------------------------------------------------------------------------
+if gpus:
+    device = f'cuda:{local_rank}'
+    torch.cuda.set_device(device)
+backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'      # gloo carries what is in host memory: checkpoints
+one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: see train.py
+attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
+store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
+dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
+                        timeout=timedelta(minutes=timeout_minutes), device_id=torch.device(device) if gpus else None)
+atexit.register(time.sleep, 0.5)    # gloo's threads need Python's lock for some time yet: see train.py
+# Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
+mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_replicate, shards, tensor_parallel),
+                             mesh_dim_names=('pipeline', 'replicate', 'shard', 'tensor'))
+by_context = dist.init_device_mesh(device.split(':')[0], (data_ranks * pipeline_parallel, context_parallel,
+                                   tensor_parallel), mesh_dim_names=('others', 'context', 'tensor'))
+pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
+context_mesh, data_rank = by_context['context'], by_context.get_local_rank('others') % data_ranks
+context_rank = context_mesh.get_local_rank()
+
+def say(message):
+    """Rank 0 prints a line."""
+    if rank == 0:
+        print(message, flush=True)
+
+def sum_over_ranks(*numbers):
+    """The sums of numbers or scalar tensors, the same on every rank, as a list; all ranks participate."""
+    total = torch.stack([torch.as_tensor(number, dtype=torch.float32, device=device) for number in numbers])
+    dist.all_reduce(total)
+    return total.tolist()
+
+# ---- data and where to start: as in train.py -------------------------------------------------------------------------
+bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
+with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
+    for split in ('train', 'val'):
+        bins[split], metas[split] = find_bin(dataset, split)
+meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
+if bins['train'][0].parent == Path(dataset):
+    config['dataset'] = os.path.abspath(dataset)
+shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm')
+with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
+    start = find_start(config, given, meta, shape_names)
+for line in start['told']:
+    say(line)
+model_args, iter_num, best_val_loss = start['model_args'], start['iter_num'], start['best_val_loss']
+shape = {name: model_args[name] for name in shape_names}
+config.update(shape)
+globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
+vocab_size, start_iter = model_args['vocab_size'], iter_num
+require(not rope and not qk_norm, f'{start["resumed_from"]} has rope or qk_norm: this script trains GPT-2 as it is')
+with one_line():
+    for split in bins:
+        check_tokens(bins[split], metas[split], block_size, vocab_size)
+require_multiple(n_head, 'n_head', tensor_parallel, 'tensor_parallel')
+pieces = tensor_parallel if context_parallel == 1 else 2 * tensor_parallel * context_parallel
+require_multiple(block_size, 'block_size', pieces, 'tensor_parallel x context_parallel (x 2 if that is above 1)')
+if tensor_parallel > 1:
+    require_multiple(n_embd, 'n_embd', tensor_parallel * shards, 'tensor_parallel x ranks that shard')
+    require_multiple(vocab_size, 'the vocabulary', tensor_parallel * shards, 'tensor_parallel x ranks that shard')
+require(n_layer >= num_stages, f'n_layer={n_layer} is less than the {num_stages} stages of the pipeline')
+samples_per_step = gradient_accumulation_steps * batch_size     # over all ranks
+tokens_per_step = samples_per_step * block_size
+
+def samples_before(step):
+    """How many samples training has seen before a step."""
+    return start['samples_seen'] + (step - start_iter) * samples_per_step
+
+def train_offsets(step, j):
+    """Token offsets, int64 (n,), of samples j (n,) of a step: train.py's, so that every mesh trains on the same."""
+    return sample_offsets(data_order, seed, step, j, samples_before(step), bins['train'][2], block_size)
+
+# Of every sample a rank has two pieces, one from the start and one from the end: a token looks at all tokens before it,
+# and so the ranks have equal work.
+positions = torch.arange(block_size, device=device)
+if context_parallel > 1:
+    pieces = positions.chunk(2 * context_parallel)
+    positions = torch.cat((pieces[context_rank], pieces[-1 - context_rank]))    # (T,), T = block_size / context
+
+def read_windows(split, offsets):
+    """This rank's tokens of samples, and the ones that follow each: on the device, int64 (len(offsets), T) both."""
+    with one_line(every_rank=True):     # what one rank alone has read, it reports itself
+        tokens = torch.from_numpy(read_tokens(bins[split], offsets, block_size + 1, vocab_size)).to(device)
+    return tokens[:, positions], tokens[:, positions + 1]
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def attend(attention, x, rows=None, cache=None, turns=None):
+    """
+    In place of Attention.forward: x (B,T,C), with tensor a part of the tokens (B,T/tensor,C). The rows of c_attn lie
+    head by head here, q, k and v of each, so that contiguous rows are whole heads. With context, a rank computes its
+    own tokens' queries, and gathers all tokens' keys and values.
+    """
+    qkv = attention.c_attn(x)                                                       # (B,T,3C/tensor)
+    q, k, v = qkv.unflatten(-1, (-1, 3, n_embd // n_head)).permute(3, 0, 2, 1, 4)   # (B,H,T,D) each, H heads of a rank
+    dropout_p = dropout if attention.training else 0.0
+    if context_parallel == 1:
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    else:
+        mine = DTensor.from_local(torch.stack((k, v))[None], context_mesh, [Shard(0)])
+        every = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        early, late = every.chunk(2, 4)                                             # (context,2,B,H,T/2,D) each
+        in_order = torch.cat((early, late.flip(0)))                                 # (2 context,2,B,H,T/2,D)
+        k, v = in_order.movedim(0, 3).flatten(3, 4)                                 # (B,H,block_size,D) each
+        parts = []
+        for part, piece in zip(q.chunk(2, 2), (context_rank, 2 * context_parallel - 1 - context_rank)):
+            seen = (piece + 1) * part.size(2)       # tokens up to the end of this piece
+            mask = causal_lower_right(part.size(2), seen)       # its last token sees all of them
+            parts.append(F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], mask, dropout_p))
+        y = torch.cat(parts, 2)                                                     # (B,H,T,D)
+    y = attention.c_proj(y.transpose(1, 2).flatten(2))
+    return F.dropout(y, dropout, attention.training)
+
+# ---- model: this rank's parts ----------------------------------------------------------------------------------------
+with torch.device('meta'):      # shapes without memory
+    whole, model = GPT(GPTConfig(**model_args)), GPT(GPTConfig(**model_args, dropout=dropout))
+if fsdp_activation_checkpointing:
+    model.recompute(selective=fsdp_activation_checkpointing == 'selective')
+first_rank, last_rank = pipeline_rank == 0, pipeline_rank == pipeline_parallel - 1
+stage_of = [i * num_stages // n_layer for i in range(n_layer)]      # of each block
+blocks = {}                     # {number: block} of this rank
+for i, block in enumerate(list(model.transformer.h)):
+    block.attn.forward = partial(attend, block.attn)
+    if stage_of[i] % pipeline_parallel == pipeline_rank:
+        blocks[i] = block
+    else:
+        model.transformer.h[i] = None
+if not first_rank:
+    model.transformer.wpe = None
+if not last_rank:
+    model.transformer.ln_f = model.lm_head = None
+if not first_rank and not last_rank:
+    model.transformer.wte = None        # the last has it too: it is the head
+
+class Stage(nn.Module):
+    """Consecutive blocks; the first stage has the embeddings too, the last the final norm and the head."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.first, self.last = number == 0, number == num_stages - 1
+        self.blocks = nn.ModuleList(block for i, block in blocks.items() if stage_of[i] == number)
+        if self.first:
+            self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+        if self.last:
+            self.wte, self.ln_f, self.lm_head = model.transformer.wte, model.transformer.ln_f, model.lm_head
+
+    def forward(self, x, targets=None):
+        """x: token ids (B,T) for the first stage, for others what the one before returns: (B,T,C), with tensor
+        (B,T/tensor,C). The last returns the mean loss, (1,)."""
+        if self.first:
+            wpe = self.wpe.weight
+            if tensor_parallel > 1:     # all have it whole, and each adds its tokens' part to the gradient
+                wpe = wpe.to_local(grad_placements=[Partial()])
+            x = self.wte(x) + F.embedding(positions.chunk(tensor_parallel)[tensor_rank], wpe)
+            x = F.dropout(x, dropout, model.training)
+        for block in self.blocks:
+            x = block(x)
+        if not self.last:
+            return x
+        if tensor_parallel == 1:
+            return model.loss(x, targets).mean(0, keepdim=True)
+        # Each rank has the logits of its part of the vocabulary. Of these loss_parallel exchanges three numbers per
+        # token, the largest, the sum and the target's: the whole logits exist nowhere.
+        logits = self.lm_head(self.ln_f(x)).float().flatten(0, 1)                   # (B*T,V), of which V/tensor here
+        losses = F.cross_entropy(logits, targets.flatten(), reduction='none')
+        return losses.to_local().mean(0, keepdim=True)
+
+if tensor_parallel > 1:
+    # With sequence parallel. c_attn and c_fc are cut by rows and c_proj by columns, so that a rank computes some heads,
+    # or some of the MLP's features, with no exchange in between. All else works on a part of the tokens: they are
+    # gathered before c_attn and c_fc, and c_proj's sums are scattered to them.
+    rows, columns = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    norm = SequenceParallel()
+    for block in blocks.values():
+        parallelize_module(block, mesh['tensor'], {'ln_1': norm, 'attn.c_attn': rows, 'attn.c_proj': columns,
+                                                   'ln_2': norm, 'mlp.c_fc': rows, 'mlp.c_proj': columns})
+    if first_rank:
+        distribute_module(model.transformer.wpe, mesh['tensor'])        # each has all of it
+    if first_rank or last_rank:
+        by_id = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.transformer.wte, mesh['tensor'], by_id)
+    if last_rank:
+        parallelize_module(model.transformer.ln_f, mesh['tensor'], norm)
+        by_id = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model.lm_head, mesh['tensor'], by_id)
+        model.tie()             # the two calls have made two tensors
+    loss_parallel().__enter__()         # for the whole run: it changes the cross-entropy of DTensors alone
+if compile:
+    for block in blocks.values():
+        block.compile(dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)
+stages = [Stage(number) for number in range(pipeline_rank, num_stages, pipeline_parallel)]
+low = None if dtype == 'float32' else getattr(torch, dtype)
+policy = dict(mesh=mesh['shard'], reshard_after_forward=fsdp_reshard_after_forward and pipeline_parallel == 1,
+              mp_policy=MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False))
+if fsdp_replicate > 1:
+    policy['mesh'] = mesh['replicate', 'shard']
+for stage in stages:
+    for block in stage.blocks:
+        fully_shard(block, **policy)
+    fully_shard(stage, **policy)
+    stage.to_empty(device=device)
+if last_rank:
+    model.tie()                 # to_empty has made two tensors of the embedding and the head
+params = dict(model.named_parameters())     # tied ones once
+opt = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, betas=(beta1, beta2), fused=True)
+
+# The embedding of the first stage and the head of the last are one matrix: pairs of ranks have the same part of it.
+TIED, tied_group = 'transformer.wte.weight', None
+if pipeline_parallel > 1:
+    for ranks in mesh.mesh.flatten(1).T.tolist():       # of one pipeline
+        group = dist.new_group([ranks[0], ranks[-1]])   # all ranks make all groups
+        if rank in (ranks[0], ranks[-1]):
+            tied_group = group
+copies = []     # of each parameter: how many ranks hold the same numbers as this one
+for name, p in params.items():
+    copies.append(2 if tied_group and name == TIED else 1)
+    for size, placement in zip(p.device_mesh.shape, p.placements):
+        copies[-1] *= size if placement.is_replicate() else 1
+copies = torch.tensor(copies, device=device)
+
+# ---- checkpoints: as train.py's --------------------------------------------------------------------------------------
+def keep_part(whole_tensor, mine):
+    """Copy this rank's part of a whole tensor to `mine`, a DTensor: tensor's part first, and of that the shard."""
+    for i in reversed(range(mine.device_mesh.ndim)):
+        if not mine.placements[i].is_replicate():
+            dim, ranks, k = mine.placements[i].dim, mine.device_mesh.size(i), mine.device_mesh.get_local_rank(i)
+            chunks = whole_tensor.chunk(ranks, dim)
+            whole_tensor = chunks[k] if k < len(chunks) else whole_tensor.narrow(dim, 0, 0)
+    mine.to_local().copy_(whole_tensor)
+
+def reorder(first, second):
+    """
+    The rows of every c_attn, and of its optimizer state, from the order (first, second, D) to (second, first, D): files
+    have all of q before all of k, (3, heads, D), and here it is (heads, 3, D). All ranks participate.
+    """
+    for name, p in params.items():
+        for tensor in (p.detach(), *opt.state[p].values()):
+            if '.c_attn.' in name and tensor.dim() > 0:
+                rows = tensor.full_tensor().unflatten(0, (first, second, -1))
+                keep_part(rows.transpose(0, 1).flatten(0, 2), tensor)
+
+def load():
+    """Fill the weights, and where there is one the optimizer state, from files; all ranks participate."""
+    from_one_file, state = start['has_optimizer'], start.pop('optimizer').get('state', {})
+    start['has_optimizer'] = False      # torch would send the first stage's alone: here one whole tensor at a time
+    load_start(start, model, opt, torch.amp.GradScaler(enabled=False))
+    if from_one_file:
+        state_of(model, opt, whole=False)     # makes an empty one
+        for name, p in whole.named_parameters():
+            for kind in ('step', 'exp_avg', 'exp_avg_sq'):
+                tensor = torch.empty(() if kind == 'step' else p.shape, device=device)
+                if rank == 0:
+                    require(kind in state[name], f'{start["resumed_from"]} is of another optimizer than AdamW')
+                    tensor.copy_(state[name][kind])
+                dist.broadcast(tensor, 0)
+                if name in params and kind == 'step':
+                    opt.state[params[name]]['step'].copy_(tensor)
+                elif name in params:
+                    keep_part(tensor, opt.state[params[name]][kind])
+    reorder(3, n_head)
+
+def save(last, best):
+    """ckpt_dcp/step_N; all ranks participate."""
+    began = time.perf_counter()
+    finish_saving(keep_checkpoints)     # two checkpoints at once would deadlock
+    reorder(n_head, 3)
+    tensors = state_of(model, opt, whole=False)
+    names = {p: name for name, p in whole.named_parameters()}
+    for group, members in zip(tensors['optimizer']['param_groups'], whole.param_groups(0.0)):
+        group['params'] = [names[p] for p in members['params']]        # those of all stages
+    progress = dict(model_args=model_args, iter_num=iter_num, samples_seen=samples_before(iter_num), scaler={},
+                    best_val_loss=best_val_loss, config=config, meta=meta, wandb_id=start['wandb_id'], best=best)
+    save_sharded(Path(out_dir, 'ckpt_dcp', f'step_{iter_num}'), tensors, progress, checkpoint_async, on_disk=not last)
+    reorder(3, n_head)
+    if not checkpoint_async:
+        finish_saving(keep_checkpoints)
+    say(f'saved step {iter_num}; training waited {time.perf_counter() - began:.2f} s')
+
+with one_line():
+    load()
+
+# ---- the passes of a step, and evaluation ----------------------------------------------------------------------------
+if pipeline_parallel > 1:
+    ids = torch.empty(batch_size, len(positions), dtype=torch.long, device='meta')
+    carried = torch.empty(batch_size, len(positions) // tensor_parallel, n_embd, dtype=low, device='meta',
+                          requires_grad=True)       # from stage to stage
+    pipeline = [PipelineStage(stage, pipeline_rank + k * pipeline_parallel, num_stages, torch.device(device),
+                              input_args=ids if stage.first else carried, group=mesh.get_group('pipeline'),
+                              output_args=torch.empty(1, device='meta') if stage.last else carried)
+                for k, stage in enumerate(stages)]
+    options = dict(loss_fn=lambda loss, targets: loss.sum() / micro_batches, scale_grads=False)
+    if interleaved:
+        schedule = ScheduleInterleaved1F1B(pipeline, micro_batches, **options)
+    else:
+        schedule = Schedule1F1B(pipeline[0], micro_batches, **options)
+
+def mean_losses(batches, training):
+    """
+    The mean loss of each of the batches, a list of (inputs, targets), on ranks with the last stage, [] on others.
+    training: with gradients. A pipeline takes as many batches as a step has.
+    """
+    losses = []
+    if pipeline_parallel > 1:
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*batches))
+        step = schedule.step if training else schedule.eval
+        if first_rank:
+            step(inputs)
+        elif last_rank:
+            step(targets=targets, target=targets, losses=losses)
+        else:
+            step()
+        return [loss.detach() * micro_batches for loss in losses]
+    for inputs, targets in batches:
+        last = len(losses) == len(batches) - 1
+        stages[0].set_requires_gradient_sync(last)      # average over the ranks after the last one only
+        stages[0].set_is_last_backward(last)
+        stages[0].set_reshard_after_backward(last or fsdp_reshard_after_forward)
+        with torch.set_grad_enabled(training):
+            loss = stages[0](inputs, targets).sum()
+        if training:
+            (loss / micro_batches).backward()
+        losses.append(loss.detach())
+    return losses
+
+def evaluate():
+    """Mean loss of each split, nats, over eval_iters batches of evenly spread windows."""
+    model.eval()
+    means, at_once = {}, micro_batches if pipeline_parallel > 1 else 1      # batches per rank
+    for split in ('train', 'val'):
+        windows, means[split] = bins[split][2] - block_size, 0.0
+        for k in range(0, eval_iters, data_ranks * at_once):
+            numbers = [k + data_rank + i * data_ranks for i in range(at_once)]
+            batches = []
+            for number in numbers:
+                j = number % eval_iters * batch_size + np.arange(batch_size)
+                batches.append(read_windows(split, j * windows // (eval_iters * batch_size)))
+            losses = mean_losses(batches, training=False)
+            total = sum(loss for loss, number in zip(losses, numbers) if number < eval_iters)
+            means[split] += sum_over_ranks(total)[0] / (eval_iters * context_parallel * tensor_parallel)
+    model.train()
+    return means
+
+# ---- the first writes: everything has been checked -------------------------------------------------------------------
+with one_line():
+    check_out_dir(out_dir)      # makes it; all ranks participate
+if rank == 0:
+    begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
+
+def log(**entry):
+    """A line of log.jsonl."""
+    if rank == 0:
+        with open(Path(out_dir, 'log.jsonl'), 'a') as f:
+            f.write(json.dumps(entry) + '\n')
+
+card = torch.cuda.get_device_name() if gpus else device
+peak, flops_per_step = peak_flops(card), whole.flops_per_token() * tokens_per_step
+say(f'pipeline {pipeline_parallel} ({num_stages} stages) x replicate {fsdp_replicate} x shard '
+    f'{shards // context_parallel} x context {context_parallel} x tensor {tensor_parallel} = {world_size} x {card}, '
+    f'{dtype}, compile {"blocks" if compile else "off"}')
+mine = sum(p.to_local().numel() for p in params.values()) * 16 / 2**20
+say(f'{whole.num_params():,} parameters; rank 0 holds {mine:.1f} MiB of them, their gradients and optimizer state')
+say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches x {data_ranks} '
+    f'ranks = {tokens_per_step:,}')
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+def on_signal(number, frame):
+    """Finish the step, save, exit; the same signal again kills as usual."""
+    global stop_signal
+    stop_signal = number
+    signal.signal(number, signal.SIG_DFL)
+
+def stop_not_finite(what):
+    finish_saving(keep_checkpoints)
+    fail(f'step {iter_num}: {what}; try a lower learning_rate', code=1)
+
+stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, on_signal)
+model.train()
+saved_at, stopping = start_iter, False      # the newest checkpoint; by a signal
+timed_from, clock = start_iter, time.perf_counter()
+while True:
+    lr = lr_at(config, iter_num)
+    for group in opt.param_groups:
+        group['lr'] = lr
+    done, improved = iter_num >= max_iters, False
+    evaluating = not stopping and (done or iter_num % eval_interval == 0)
+    if evaluating:
+        means = evaluate()
+        improved = means['val'] < best_val_loss
+        best_val_loss = min(means['val'], best_val_loss)
+        if not (math.isfinite(means['train']) and math.isfinite(means['val'])):
+            stop_not_finite(f'losses {means}: these weights are not saved')
+        say(f'evaluated after {iter_num} steps: train loss {means["train"]:.4f}, val loss {means["val"]:.4f}')
+        log(iter=iter_num, tokens=samples_before(iter_num) * block_size, train_loss=means['train'],
+            val_loss=means['val'])
+    if checkpoint_interval:
+        due = iter_num % checkpoint_interval == 0
+    else:
+        due = improved or (evaluating and always_save_checkpoint)
+    save_last = (due or done or stopping) and iter_num > saved_at
+    if iter_num > 0 and (save_last or improved):
+        save(save_last, improved)
+        saved_at = iter_num
+    if done or stopping:
+        break
+    if evaluating or saved_at == iter_num:
+        timed_from, clock = iter_num, time.perf_counter()
+
+    if dropout > 0:     # no two ranks compute the same activations, so each has masks of its own
+        torch.manual_seed(int(hash64(seed, iter_num, rank)[0] >> np.uint64(1)))
+    batches = []
+    for micro in range(micro_batches):
+        j = (micro * data_ranks + data_rank) * batch_size + np.arange(batch_size)
+        batches.append(read_windows('train', train_offsets(iter_num, j)))
+    losses = mean_losses(batches, training=True)
+    if tied_group and TIED in params:       # the first stage's gradient and the last's are of one matrix
+        dist.all_reduce(params[TIED].grad.to_local(), group=tied_group)
+    gradients = [p.grad.to_local() for p in params.values()]
+    squares = torch.stack(torch._foreach_norm(gradients)).square()      # of this rank's parts
+    # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
+    train_loss, square, stop = sum_over_ranks(sum(losses), (squares / copies).sum(), stop_signal)
+    train_loss /= gradient_accumulation_steps * context_parallel * tensor_parallel
+    grad_norm, stopping = math.sqrt(square), stop > 0
+    if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
+        stop_not_finite(f'loss {train_loss}, gradient norm {grad_norm}: stopped before the update')
+    if grad_clip:
+        torch._foreach_mul_(gradients, min(1.0, grad_clip / (grad_norm + 1e-6)))    # as clip_grad_norm_ has it
+    opt.step()
+    opt.zero_grad()
+    iter_num += 1
+    if (iter_num - 1) % log_interval == 0 or iter_num == max_iters:
+        seconds = (time.perf_counter() - clock) / (iter_num - timed_from)
+        timed_from, clock = iter_num, time.perf_counter()
+        mfu = flops_per_step / seconds / (peak * world_size) if peak else None
+        memory = torch.cuda.max_memory_allocated() / 2**30 if gpus else None
+        say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
+            f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, peak memory '
+            f'{f"{memory:.1f} GiB" if memory else "n/a"}')
+        log(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr, mfu=mfu,
+            grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, memory_gib=memory)
+    finish_saving(keep_checkpoints, wait=False)
+
+finish_saving(keep_checkpoints)
+dist.barrier()      # no rank leaves while another still needs its connections
+dist.destroy_process_group()
+if stopping:
+    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
+    sys.exit(128 + (stop_signal or signal.SIGTERM))
