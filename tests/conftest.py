@@ -263,7 +263,8 @@ def ckpt_of(out, name='ckpt.pt'):
 
 
 SLOW = ['test_data', 'test_resume', 'test_faults', 'test_train', 'test_modes', 'test_ghost', 'test_data_slow',
-        'test_bench', 'test_ddp', 'test_dumps', 'test_data_value', 'test_parallel', 'test_muon', 'test_classify', 'test_retrain', 'test_find_noise']
+        'test_bench', 'test_ddp', 'test_dumps', 'test_data_value', 'test_parallel', 'test_muon', 'test_classify',
+        'test_retrain', 'test_find_noise']
 
 
 def pytest_collection_modifyitems(items):
