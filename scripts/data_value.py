@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_folder, fingerprint, load_meta
-from data.corpus import get_tokenizer
+from data.corpus import folder_path, get_tokenizer
 from scripts.common import fail, literal, load_pyplot, note, one_line_parser, printing, write_picture, write_result
 
 COLUMNS = 'iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'
@@ -76,12 +76,12 @@ def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
     if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
         return {}
-    from weights import newest_checkpoint, read_checkpoint   # torch takes seconds to import
+    from weights import newest_checkpoint, read_checkpoint, read_progress   # torch takes seconds to import
     newest = newest_checkpoint(out_dir)
     if newest is None:
         return {}
     state = Path(newest, 'state.json')      # of a sharded one, whose tensors are not needed
-    checkpoint = json.loads(state.read_text(encoding='utf-8')) if state.is_file() else read_checkpoint(newest)
+    checkpoint = read_progress(newest) if state.is_file() else read_checkpoint(newest)
     return checkpoint['meta'] or {}
 
 
@@ -196,8 +196,8 @@ def show(steps, samples, windows, domain_rows, block_size, text, top):
 
 def main():
     parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N]')
-    parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
-    parser.add_argument('--out', metavar='FOLDER', type=Path)
+    parser.add_argument('out_dir', metavar='OUT_DIR', type=folder_path)
+    parser.add_argument('--out', metavar='FOLDER', type=folder_path)
     parser.add_argument('--top', metavar='N', type=int, default=10)
     args = parser.parse_args()
     if args.top < 1:
@@ -206,8 +206,8 @@ def main():
     steps, samples = read_ghost(out_dir)
     try:
         config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
-        folder, block_size = find_folder(config['dataset']), config['block_size']
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        folder, block_size = find_folder(config['dataset']), int(config['block_size'])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,11 @@ def main():
     offset, value, visits, loss = by_window(samples)
     then, now = read_metas(out_dir, folder)
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
-    names, domain_of = find_domains(then or now)
+    try:
+        names, domain_of = find_domains(then or now)
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        note(f'no domains: {type(error).__name__}: {error} in the record of the tokens')
+        names, domain_of = find_domains({})
     domain = domain_of(offset)
     windows = [(int(offset[i]), float(value[i]), int(visits[i]), float(loss[i]), names[domain[i]])
                for i in np.argsort(-value, kind='stable')]
