@@ -16,6 +16,7 @@ import tempfile
 import time
 import warnings
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 try:
@@ -210,11 +211,17 @@ def load_start(start, model, optimizer, scaler):
     else:
         set_model_state_dict(model, start.pop('model', {}), options=whole)
     if start['has_optimizer']:
-        set_optimizer_state_dict(model, optimizer, start.pop('optimizer', {}), options=whole)
+        try:
+            set_optimizer_state_dict(model, optimizer, start.pop('optimizer', {}), options=whole)
+        except Exception as error:      # of a state that is not AdamW's, which fails in many ways
+            raise ValueError(f'{start["resumed_from"]}: its optimizer state does not fit ({why(error)})') from None
     for group, values in zip(optimizer.param_groups, hyperparameters):
         group.update(values)                # weight decay and betas of today, not the checkpoint's
     if start['scaler']:
-        scaler.load_state_dict(start['scaler'])
+        try:
+            scaler.load_state_dict(start['scaler'])
+        except (LookupError, TypeError) as error:
+            raise ValueError(f'{start["resumed_from"]}: its scaler does not load ({error})') from None
 
 
 def load_sharded(folder, model, optimizer):
@@ -231,9 +238,15 @@ def load_sharded(folder, model, optimizer):
 
 
 # ---- what a run writes -----------------------------------------------------------------------------------------------
-def check_out_dir(out_dir):
-    """Make the folder, and try to write in it; all ranks participate. ValueError (one line) if that fails."""
+def check_out_dir(out_dir, leftovers):
+    """Make the folder, and try to write in it; all ranks participate. ValueError (one line) if that fails, or there is
+    a folder in the place of a file, or the other way round, which is not among the leftovers to be deleted."""
     def attempt():
+        for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json') if name not in leftovers):
+            is_folder = path.name in ('ckpt_dcp', 'grad_dotprods', 'gradient_dumper')
+            if path.exists() and path.is_dir() != is_folder:
+                raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
+                                 'is there away')
         try:
             os.makedirs(out_dir, exist_ok=True)
             tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
@@ -327,7 +340,7 @@ def forget_later(out, step, evaluates):
             earlier_evaluation = 'val_loss' in record and record['iter'] == step and not evaluates
             if record['iter'] < step or earlier_evaluation:
                 kept.append(line + '\n')
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             pass        # a kill may have cut the last one
     write_file(log, ''.join(kept).encode())
     for path in (out / 'grad_dotprods').glob('iter_*.safetensors'):
@@ -388,7 +401,8 @@ def save_sharded(folder, tensors, rest, in_background, on_disk):
     saving['folder'] = folder
     if in_background:
         if dist.is_initialized() and not saver_group:
-            saver_group.append(dist.new_group(backend='gloo'))
+            timeout = timedelta(minutes=rest['config']['timeout_minutes'])
+            saver_group.append(dist.new_group(backend='gloo', timeout=timeout))
         warnings.filterwarnings('ignore', message='torch.distributed is disabled')  # comes from a thread, later
         with one_process_too():
             saving['future'] = dcp.async_save(tensors, checkpoint_id=temporary, no_dist=not dist.is_initialized(),
@@ -419,7 +433,7 @@ def keep_newest(folder, keep):
     complete.sort(key=lambda path: int(path.name[5:]))
     best = None
     for path in complete:
-        with suppress(OSError, ValueError):     # without state.json it is none to resume from
+        with suppress(OSError, ValueError, AttributeError, RecursionError):     # it is none to resume from
             if json.loads((path / 'state.json').read_text()).get('best'):
                 best = path
     for old in complete[:-keep] if keep else []:
@@ -495,11 +509,31 @@ def write_scored(out_dir, rows, names, train_bin, steps_done):
     rows.clear()
 
 
+exit_codes = []     # of a run that has come to its end
+
+
+def leave():
+    """
+    For atexit, in a rank of several. A thread of gloo's may drop its last tensor long after an exchange, and needs
+    Python's lock for it: while Python is ending, that aborts the process. So a rank that has come to its end leaves
+    without Python's ending; after an error, which has been told, the thread is given time.
+    """
+    if not exit_codes or hasattr(sys, 'last_value'):
+        time.sleep(0.5)
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):     # a closed pipe; None if it was closed at the start
+            stream.flush()
+    os._exit(exit_codes[-1])
+
+
 def excepthook(out_dir):
     """For sys.excepthook: what the system refuses, such as room on a disk or memory, is one line, told by the rank that
     it happened to: a traceback would not help."""
     def report(kind, error, trace):
         cause, path = why(error), getattr(error, 'filename', None)
+        if getattr(error, 'failures', None) and not is_rank0():
+            return      # torch.distributed.checkpoint's: every rank gets those of all
         words = str(error).lower()
         if 'unexpected pos' in cause:       # of the ranks' errors only the words of torch's zip writer get through
             cause = os.strerror(FULL[0]) + ', it seems'
@@ -518,5 +552,5 @@ def excepthook(out_dir):
                 return
         else:
             return sys.__excepthook__(kind, error, trace)
-        print(f'train.py: {line}', file=sys.stderr, flush=True)
+        print(f'{os.path.basename(sys.argv[0])}: {line}', file=sys.stderr, flush=True)
     return report

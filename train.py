@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
-                        on_rank0, save_checkpoint, save_gradients)
+from checkpoint import (begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+                        load_start, on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
@@ -149,7 +149,7 @@ def say(message, passing=False):
     if not master_process:
         return
     clear, end = '', '\n'
-    if sys.stdout.isatty():
+    if sys.stdout and sys.stdout.isatty():      # it is None where the standard output is closed
         clear, end = '\r\033[K', '' if passing else '\n'
     try:
         print(clear + message, end=end, flush=True)
@@ -183,6 +183,7 @@ for name, value in config.items():
     low, high = (1, 2**31) if name in counts else (0, 2**63)
     if isinstance(value, (int, float)):
         require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
+require(timeout_minutes < 2**26, f'timeout_minutes={timeout_minutes}: must be below {2**26}, which is 127 years')
 for name in ('dropout', 'beta1', 'beta2'):
     require(config[name] < 1, f'{name}={config[name]}: must be at least 0 and below 1')
 choices = dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
@@ -228,6 +229,30 @@ if grad_dump:
     require(max_iters == 0 or grad_dump_start_step < max_iters,
             f'grad_dump_start_step={grad_dump_start_step}: the last step of max_iters={max_iters} is {max_iters - 1}')
 
+# ---- the dataset -----------------------------------------------------------------------------------------------------
+bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
+with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
+    bins['train'], metas['train'] = find_bin(dataset, 'train')
+    bins['val'], metas['val'] = find_bin(dataset, 'val')
+meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}     # of these very tokens
+if bins['train'][0].parent == Path(dataset):
+    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
+if use_ghost:
+    with one_line():
+        bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
+    ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
+    require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
+            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
+    ghost_per_rank = math.ceil(ghost_val_batch_size / world_size)       # validation samples of a rank
+    if ghost_per_rank > batch_size:
+        ghost_per_rank = math.ceil(ghost_per_rank / batch_size) * batch_size    # in whole micro-batches
+    fits = ghost_per_rank * world_size
+    if fits != ghost_val_batch_size and 'ghost_val_batch_size' not in given:
+        say(f'ghost_val_batch_size is {fits} here, the next above {ghost_val_batch_size} that fits')
+        ghost_val_batch_size = config['ghost_val_batch_size'] = fits
+    require(ghost_val_batch_size == fits, f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the '
+            f'{world_size} ranks, and if it is above {world_size * batch_size} of that: --ghost_val_batch_size={fits}')
+
 # ---- connect the ranks -----------------------------------------------------------------------------------------------
 if deterministic:
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
@@ -253,9 +278,7 @@ if distributed:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
     waiting.cancel()
-    # Some time after an exchange a thread of gloo's drops its last tensor, and needs Python's lock for it. If Python is
-    # ending then, the process aborts. So these threads are given time, however the run ends.
-    atexit.register(time.sleep, 0.5)
+    atexit.register(leave)
 
 def mean_over_ranks(tensor):
     """A new tensor, the same on every rank; all ranks participate."""
@@ -272,30 +295,7 @@ def full(tensor):
     """The whole of a tensor: a DTensor is gathered, and all ranks participate; an ordinary one is whole as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-# ---- data and where to start -----------------------------------------------------------------------------------------
-bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
-with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
-    bins['train'], metas['train'] = find_bin(dataset, 'train')
-    bins['val'], metas['val'] = find_bin(dataset, 'val')
-meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}     # of these very tokens
-if bins['train'][0].parent == Path(dataset):
-    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
-if use_ghost:
-    with one_line():
-        bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
-    ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
-    require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
-            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
-    ghost_per_rank = math.ceil(ghost_val_batch_size / world_size)       # validation samples of a rank
-    if ghost_per_rank > batch_size:
-        ghost_per_rank = math.ceil(ghost_per_rank / batch_size) * batch_size    # in whole micro-batches
-    fits = ghost_per_rank * world_size
-    if fits != ghost_val_batch_size and 'ghost_val_batch_size' not in given:
-        say(f'ghost_val_batch_size is {fits} here, the next above {ghost_val_batch_size} that fits')
-        ghost_val_batch_size = config['ghost_val_batch_size'] = fits
-    require(ghost_val_batch_size == fits, f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the '
-            f'{world_size} ranks, and if it is above {world_size * batch_size} of that: --ghost_val_batch_size={fits}')
-
+# ---- where to start --------------------------------------------------------------------------------------------------
 shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
     start = find_start(config, given, meta, shape_names)
@@ -365,6 +365,8 @@ if use_fsdp:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     shards = world_size // fsdp_replicate
     mesh = dist.init_device_mesh(device_type, (fsdp_replicate, shards), mesh_dim_names=('replicate', 'shard'))
+    for name in mesh.mesh_dim_names:    # torch gives them its own timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[name].get_group())
     replicas, replica_group = fsdp_replicate, mesh['replicate'].get_group()
     policy = dict(mesh=mesh['shard'], reshard_after_forward=fsdp_reshard_after_forward, offload_policy=OffloadPolicy())
     mode = 'FSDP'
@@ -571,6 +573,15 @@ def evaluate():
     model.train()
     return means
 
+@torch.no_grad()
+def loss_is_finite():
+    """Whether the weights give a finite loss, on the batch that comes next; all ranks participate."""
+    model.eval()
+    with autocast:
+        loss = mean_over_ranks(model(X, Y).mean())
+    model.train()
+    return math.isfinite(loss.item())
+
 # ---- saving ----------------------------------------------------------------------------------------------------------
 def finish_writing():
     """Write what is pending, and wait for a checkpoint that is written in the background; all ranks participate."""
@@ -605,7 +616,7 @@ def start_wandb():
 
 if not eval_only:
     with one_line():
-        check_out_dir(out_dir)      # makes it; all ranks participate
+        check_out_dir(out_dir, start['leftovers'])      # makes it; all ranks participate
         if wandb_log:
             on_rank0(start_wandb)
     if start['leftovers']:          # by overwrite=True, or after a run that died before its first checkpoint
@@ -685,7 +696,7 @@ while True:
     if evaluating:
         means = evaluate()
         if means is None:
-            stopping = True
+            stopping, evaluating = True, False
         else:
             improved = means['val'] < best_val_loss
             if improved:
@@ -707,6 +718,9 @@ while True:
     else:
         due = improved or (evaluating and always_save_checkpoint)
     save_last = (due or done or stopping) and iter_num > saved_at
+    if save_last and not evaluating and not loss_is_finite():
+        say(f'step {iter_num}: the loss is not finite: these weights are not saved')
+        save_last = False
     if iter_num > 0 and sound and (save_last or improved):
         save(save_last, improved)
         saved_at = iter_num
@@ -790,9 +804,11 @@ while True:
 finish_writing()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
+code = 128 + (stop_signal or signal.SIGTERM) if stopping else 0
 if distributed:
     dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
+    exit_codes.append(code)
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
-    sys.exit(128 + (stop_signal or signal.SIGTERM))
+    sys.exit(code)

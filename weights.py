@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
+from data.bins import check_meta
 from model import GPT, GPTConfig
 
 
@@ -32,7 +33,12 @@ def why(error):
     inner = error
     while inner and not isinstance(inner, OSError):
         inner = inner.__context__
-    return getattr(inner, 'strerror', None) or str(error)
+    if getattr(inner, 'strerror', None):
+        return inner.strerror
+    if 'weights_only' not in str(error):
+        return str(error)
+    said = str(error).partition('WeightsUnpickler error: ')[2].strip()      # torch.load's comes after advice
+    return said.partition('\n')[0].partition('. ')[0] or 'no tensors in it'
 
 
 @contextmanager
@@ -107,13 +113,13 @@ def read_checkpoint(src):
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
     defaults = {'iter_num': 0, 'best_val_loss': math.inf, 'config': {}, 'meta': None, 'scaler': {}, 'wandb_id': None}
-    ckpt = {**defaults, **ckpt}
-    ckpt['best_val_loss'] = float(ckpt['best_val_loss'])
-    return ckpt
+    return check_fields(src, {**defaults, **ckpt})
 
 
 def read_full(path):
     """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
+    if os.path.exists(path) and not os.path.isfile(path):   # a pipe, or a device that has no end
+        raise ValueError(f'{path}: not a file')
     try:
         with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
             is_whole = zipfile.is_zipfile(file)
@@ -124,16 +130,58 @@ def read_full(path):
     try:
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch.load fails in many ways; a sentence of it says what is wrong
-        text = str(error).partition('WeightsUnpickler error: ')[2] or str(error)    # before that comes advice
-        what = text.partition('\n')[0].partition('. ')[0]
+        what = why(error).partition('\n')[0].partition('. ')[0]
         raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
-    kinds = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int}
     if not isinstance(ckpt, dict):
         raise ValueError(f'{path}: not a checkpoint of train.py but a {type(ckpt).__name__}')
-    missing = [name for name, kind in kinds.items() if not isinstance(ckpt.get(name), kind)]
+    missing = [name for name in ('model', 'optimizer', 'model_args', 'iter_num') if name not in ckpt]
     if missing:
         raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
+    return check_fields(path, ckpt)
+
+
+FIELDS = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int, 'samples_seen': int,
+          'config': (dict, type(None)), 'meta': (dict, type(None)), 'scaler': dict, 'wandb_id': (str, type(None)),
+          'param_groups': list}
+COUNTS = 'n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size'
+
+
+def check_fields(src, ckpt):
+    """A checkpoint's dict, as it is but for best_val_loss, a float. ValueError (one line) if a field of it holds what
+    no run writes there."""
+    try:
+        for name, kind in FIELDS.items():
+            if name in ckpt and (not isinstance(ckpt[name], kind) or isinstance(ckpt[name], bool)):
+                raise ValueError(f'{name} is {ckpt[name]!r:.40}')
+        for name in ('iter_num', 'samples_seen'):
+            if not 0 <= ckpt.get(name, 0) < 2**63:
+                raise ValueError(f'{name} is {ckpt[name]}')
+        ckpt['best_val_loss'] = float(ckpt.get('best_val_loss', math.inf))
+        if ckpt.get('meta'):
+            check_meta({'vocab_size': 1, **ckpt['meta']})       # of a folder without a record it says no more
+        config = ckpt.get('config') or {}
+        for name, kind in (('dataset', str), ('batch_size', int), ('gradient_accumulation_steps', int)):
+            if not isinstance(config.get(name, kind()), kind):
+                raise ValueError(f'config.{name} is {config[name]!r:.40}')
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f'{src}: torn, or not a checkpoint ({error})') from None
     return ckpt
+
+
+def check_shape(src, model_args, tensors):
+    """ValueError (one line) if GPT cannot be built with these model_args, or has more layers than there are tensors:
+    building a million of them would take all memory."""
+    wrong = [f'{name}={model_args[name]!r:.40}' for name in COUNTS
+             if type(model_args[name]) is not int or not 0 < model_args[name] < 2**31]
+    if not wrong and model_args['n_embd'] % model_args['n_head']:
+        wrong.append(f'n_embd={model_args["n_embd"]} is not divisible by n_head={model_args["n_head"]}')
+    if not wrong and model_args['n_layer'] > tensors:
+        wrong.append(f'n_layer={model_args["n_layer"]} and {tensors} tensors')
+    for name, known in (('bias', (True, False)), ('gelu', ('tanh', 'none'))):
+        if model_args[name] not in known:
+            wrong.append(f'{name}={model_args[name]!r:.40}')
+    if wrong:
+        raise ValueError(f'{src}: no GPT-2 has {", ".join(wrong)}')
 
 
 def read_progress(folder):
@@ -145,23 +193,26 @@ def read_progress(folder):
             if 'betas' in group:
                 group['betas'] = tuple(group['betas'])      # JSON has no tuple
         ckpt['model_args'], ckpt['iter_num']
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = error if isinstance(error, PermissionError) else None
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
-    check_sizes(folder)
+    check_fields(f'{folder}/state.json', ckpt)
+    check_shape(f'{folder}/state.json', complete(ckpt['model_args']), check_sizes(folder))
     return ckpt
 
 
 def check_sizes(folder):
-    """ValueError (one line) if a file that a torch.distributed.checkpoint folder speaks of is missing or too short."""
-    ends = {}
-    for part in read_metadata(folder).storage_data.values():
+    """The number of tensors in a torch.distributed.checkpoint folder. ValueError (one line) if a file that it speaks of
+    is missing or too short."""
+    ends, found = {}, read_metadata(folder)
+    for part in found.storage_data.values():
         ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for name, end in ends.items():
         path = Path(folder, name)
         size = path.stat().st_size if path.is_file() else 0
         if size < end:
             raise ValueError(f'{path}: missing or torn, it has {size} bytes of at least {end}')
+    return len(found.state_dict_metadata)
 
 
 def read_sharded(folder):
@@ -187,11 +238,13 @@ def complete(model_args):
 def tidy(src, model_args, weights, optimizer):
     """{'model', 'optimizer', 'model_args'} in our form: nanoGPT's prefix, masks and parameter numbers translated."""
     model_args = complete(model_args)
+    check_shape(src, model_args, len(weights))
     weights = {k.removeprefix('_orig_mod.'): v for k, v in weights.items() if not k.endswith('.attn.bias')}
     with torch.device('meta'):
         expected = {name: tensor.shape for name, tensor in GPT(GPTConfig(**model_args)).state_dict().items()}
     head = weights.setdefault('lm_head.weight', weights.get('transformer.wte.weight'))
-    wrong = [k for k in expected.keys() | weights.keys() if getattr(weights.get(k), 'shape', None) != expected.get(k)]
+    wrong = [k for k in expected.keys() | weights.keys()
+             if k not in expected or getattr(weights.get(k), 'shape', None) != expected[k]]
     if wrong:
         raise ValueError(f'{src}: missing, unknown or of another shape: {", ".join(sorted(wrong)[:3])}')
     if not torch.equal(head, weights['transformer.wte.weight']):
@@ -213,6 +266,11 @@ def tidy(src, model_args, weights, optimizer):
     without = [name for name in expected if name not in optimizer.get('state', {}) and name != 'lm_head.weight']
     if optimizer.get('state') and without:
         raise ValueError(f'{src}: optimizer state of all parameters but {without[0]}')
+    for group in optimizer.get('param_groups', []):
+        entries = {name: sorted(map(str, optimizer['state'].get(name, {}))) for name in group.get('params', [])}
+        if len(set(map(tuple, entries.values()))) > 1:
+            fewest = min(entries, key=lambda name: len(entries[name]))
+            raise ValueError(f'{src}: of {fewest} there is less optimizer state than of others')
     return {'model': weights, 'optimizer': optimizer, 'model_args': model_args}
 
 
@@ -265,9 +323,13 @@ def read_metadata(folder):
         for part in found.storage_data.values():
             if type(part) is not filesystem._StorageInfo or os.path.basename(part.relative_path) != part.relative_path:
                 raise ValueError(f'it names a file elsewhere, {part!r:.80}')
+            if not (type(part.offset) is type(part.length) is int and min(part.offset, part.length) >= 0):
+                raise ValueError(f'it speaks of a part {part!r:.80}')
             part.transform_descriptors = None       # older files lack it
         tensors = {name: entry for name, entry in found.state_dict_metadata.items()
                    if type(entry) is metadata.TensorStorageMetadata}
+        for name, entry in tensors.items():
+            check_entry(name, entry)
     except FileNotFoundError:
         raise ValueError(f'{folder}: has no .metadata: writing it was not finished, or the file was lost') from None
     except PermissionError as error:
@@ -277,18 +339,34 @@ def read_metadata(folder):
     return metadata.Metadata(tensors, storage_data=found.storage_data, storage_meta=metadata.StorageMeta())
 
 
+def check_entry(name, entry):
+    """ValueError if what metadata says of a tensor is not whole: torch would leave values undefined."""
+    size, there = entry.size, 0
+    for chunk in entry.chunks:
+        for start, length, end in zip(chunk.offsets, chunk.sizes, size, strict=True):
+            if not 0 <= start <= start + length <= end:
+                raise ValueError(f'{name}: a part lies outside')
+        there += math.prod(chunk.sizes)
+    if type(name) is not str or not isinstance(entry.properties.dtype, torch.dtype) or there != math.prod(size):
+        raise ValueError(f'{name}: of {tuple(size)} values there are {there}')
+
+
 def read_tensors(folder, names=None):
     """{name: tensor} of a torch.distributed.checkpoint folder, whole, on CPU, dtype as saved; names: of which (None:
     all). Raises ValueError (one line) for a missing or torn file."""
     reader = SafeReader(folder)
     check_sizes(folder)
     entries = reader.checked.state_dict_metadata
-    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names or entries}
+    names, tensors = list(names or entries), {}
+    if not names:
+        raise ValueError(f'{folder}: holds no tensor')
     try:
+        for name in names:
+            tensors[name] = torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
         with one_process_too():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (Exception, dcp.CheckpointException) as error:
-        first = next(iter(tensors))
+        first = names[0]
         raise ValueError(f'{folder}: missing or torn file, {first} cannot be read ({why(error)})') from None
     return tensors
 
@@ -331,7 +409,7 @@ def read_json(path):
     """The object that a JSON file holds. ValueError (one line) if it is missing, torn, or holds something else."""
     try:
         found = json.loads(Path(path).read_text(encoding='utf-8'))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'{path}: missing or torn ({why(error)})') from None
     if not isinstance(found, dict):
         raise ValueError(f'{path}: holds {str(found)[:40]}, not an object')
@@ -378,16 +456,16 @@ def load_hf(path):
     gelu = gelus.get(str(c.get('activation_function', 'gelu_new')))
     wanted = {'model_type': 'gpt2', 'layer_norm_epsilon': 1e-5, 'tie_word_embeddings': True, 'scale_attn_weights': True,
               'scale_attn_by_inverse_layer_idx': False, 'n_inner': None}
-    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v and (k, c[k]) != ('n_inner', 4 * c.get('n_embd', 0))}
+    if type(c.get('n_embd')) is int and c.get('n_inner') == 4 * c['n_embd']:
+        wanted['n_inner'] = c['n_inner']        # said, and as it is without
+    odd = {k: c[k] for k, v in wanted.items() if c.get(k, v) != v}
     if gelu is None or odd:
         raise ValueError(f'{path}/config.json: not a plain GPT-2: {odd or c["activation_function"]}')
     model_args = {**{name: c.get(name) for name in ('n_layer', 'n_head', 'n_embd', 'vocab_size')},
                   'block_size': c.get('n_positions', 1024)}
-    wrong = [f'{name}={value}' for name, value in model_args.items() if type(value) is not int or value < 1]
-    if wrong:
-        raise ValueError(f'{path}/config.json: {", ".join(wrong)}')
-    state = {}
-    for name, w in load_hf_tensors(path).items():
+    tensors, state = load_hf_tensors(path), {}
+    check_shape(f'{path}/config.json', {**model_args, 'bias': True, 'gelu': gelu}, len(tensors))
+    for name, w in tensors.items():
         name = name.removeprefix('transformer.')
         if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
             state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()

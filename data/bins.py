@@ -79,7 +79,7 @@ class PlainUnpickler(pickle.Unpickler):
 def load_meta(folder):
     """The record of a prepared folder: its meta.json, or what nanoGPT's meta.pkl says in that form, or {} where there
     is neither (then the bins hold uint16 ids of GPT-2, GPT2_VOCAB). ValueError when it can not be read."""
-    path = next((folder / n for n in ("meta.json", "meta.pkl") if os.path.isfile(folder / n)), None)
+    path = next((folder / n for n in ("meta.json", "meta.pkl") if os.path.lexists(folder / n)), None)
     try:
         if path is None:
             return {}
@@ -108,8 +108,12 @@ def check_meta(meta):
                       ("eot", (int, type(None)))):
         if (key in meta or key == "vocab_size") and not isinstance(meta.get(key), kind):
             raise ValueError(f"{key} is {meta.get(key)!r}")
-    if isinstance(meta.get("tokenizer"), dict) and not isinstance(meta["tokenizer"].get("itos"), list):
-        raise ValueError(f"tokenizer.itos is {meta['tokenizer'].get('itos')!r}")
+    if isinstance(meta.get("tokenizer"), dict):
+        itos = meta["tokenizer"].get("itos")
+        if meta["tokenizer"].get("type") != "char":
+            raise ValueError(f"tokenizer.type is {str(meta['tokenizer'].get('type'))[:40]}")
+        if not isinstance(itos, list) or not all(isinstance(character, str) for character in itos):
+            raise ValueError(f"tokenizer.itos is {str(itos)[:40]}")
     if meta["vocab_size"] is True or not 0 < meta["vocab_size"] <= 2**24:  # Unicode has 2^20 characters
         raise ValueError(f"vocab_size is {meta['vocab_size']}, not from 1 to 16,777,216")
     if meta.get("dtype", "uint16") not in ("uint16", "uint32"):

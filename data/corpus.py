@@ -104,6 +104,13 @@ def one_line_parser(doc):
     return parser
 
 
+def folder_path(name):
+    """For argparse: the path of a folder. An empty name, as of an unset shell variable, would mean this one."""
+    if not name:
+        raise argparse.ArgumentTypeError("the name of the folder is empty")
+    return Path(name)
+
+
 def options(doc, script, downloads=True, **defaults):
     """The command line that all but the Shakespeares have in common. `defaults` are those of the one script."""
     defaults = {"script": script, "default_val_fraction": 0.0005, "download_dir": None} | defaults
@@ -112,10 +119,11 @@ def options(doc, script, downloads=True, **defaults):
     add("--input", nargs="+", action="extend", metavar="PATH",
         help=f"files, or folders with {', '.join([*KINDS][:-1])} (a JSON object per line), each also .gz or .zst, "
              "and .parquet; a file with another ending is taken as text")
-    add("--out_dir", type=Path, help=f"where the output goes ({'beside the script' if downloads else 'data/NAME'})")
+    add("--out_dir", type=folder_path,
+        help=f"where the output goes ({'beside the script' if downloads else 'data/NAME'})")
     add("--overwrite", action="store_true", help="replace another finished dataset there")
     if downloads:
-        add("--download_dir", type=Path, help="where downloads are kept (OUT_DIR/download)")
+        add("--download_dir", type=folder_path, help="where downloads are kept (OUT_DIR/download)")
     add("--tokenizer", choices=TOKENIZERS, default="gpt2", help="(%(default)s)")
     add("--text_key", default="text", help="column or key of the text, `a.b` for a key within a key (text)")
     add_encoding(parser)
@@ -139,6 +147,7 @@ def add_encoding(parser):
     def text_encoding(name):
         try:
             "".encode(name)
+            codecs.getincrementaldecoder(name)("count_and_replace").decode(b"a")
         except (LookupError, ValueError):
             raise argparse.ArgumentTypeError(f"Python knows no text encoding {name!r}") from None
         return codecs.lookup(name).name
@@ -270,7 +279,7 @@ def hold_folder(out_dir):
     except ImportError:
         return
     except OSError as e:
-        if not out_dir.is_dir():
+        if not os.path.isdir(out_dir):  # Path's own fails for a name that is too long
             fail(f"--out_dir {out_dir}: {e.strerror}; name a folder that can be written")
 
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import barrier, begin_out_dir, changes, check_out_dir, excepthook, load_start, on_rank0, save_checkpoint
+from checkpoint import (barrier, begin_out_dir, changes, check_out_dir, excepthook, exit_codes, leave, load_start,
+                        on_rank0, save_checkpoint)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import find_folder, hash64, shuffled
 from data.corpus import get_tokenizer
@@ -99,7 +100,7 @@ if distributed:
         require(local_rank < torch.cuda.device_count(), f'more processes than GPUs, {torch.cuda.device_count()}')
         torch.cuda.set_device(local_rank)
     dist.init_process_group('cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo')
-    atexit.register(time.sleep, 0.5)        # as in train.py: gloo's threads need time before Python ends
+    atexit.register(leave)
 tokens, targets = {}, {}    # {split: [int64 (length,)]}, {split: index of each row's label (rows,)}
 with one_line():
     columns = find_folder(dataset), label_column, text_column
@@ -187,11 +188,11 @@ def log(**record):
 
 if not eval_only:
     with one_line():
-        check_out_dir(out_dir)
+        check_out_dir(out_dir, start['leftovers'])
         on_rank0(begin_out_dir, out_dir, start, config, False)
 say('; '.join([f'from {start["resumed_from"] or init_from}', *changes(start, config, meta, model_args)]))
-say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; '
-    f'{epochs} epochs of {steps_per_epoch:,} steps of {rows_per_step} rows')
+say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; {epochs} epochs '
+    f'of {steps_per_epoch:,} steps of {rows_per_step} rows')
 best_val_loss = start['best_val_loss']
 if distributed:     # as in train.py: after its first backward pass DDP sums over ranks in another order
     logits_of(model, 'train', [0]).sum().backward()
@@ -248,3 +249,4 @@ say(f'[{split}] loss {loss:.3f} | acc {accuracy:.2%}')
 if rank == 0:
     say(confusion(table, labels, None if eval_only else Path(out_dir, 'confusion.png'), f'{split}: rows'))
 barrier()       # no rank leaves while another still needs its connections
+exit_codes.append(0)

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
-from data.corpus import get_tokenizer
+from data.corpus import folder_path, get_tokenizer
 from scripts.common import fail, literal, load_pyplot, note, one_line_parser, printing, write_picture, write_result
 
 COLUMNS = 'iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'
@@ -84,12 +84,12 @@ def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
     if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
         return {}
-    from weights import newest_checkpoint, read_checkpoint   # torch takes seconds to import
+    from weights import newest_checkpoint, read_checkpoint, read_progress   # torch takes seconds to import
     newest = newest_checkpoint(out_dir)
     if newest is None:
         return {}
     state = Path(newest, 'state.json')      # of a sharded one, whose tensors are not needed
-    checkpoint = json.loads(state.read_text(encoding='utf-8')) if state.is_file() else read_checkpoint(newest)
+    checkpoint = read_progress(newest) if state.is_file() else read_checkpoint(newest)
     return checkpoint['meta'] or {}
 
 
@@ -273,8 +273,8 @@ def main():
     parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N] [--drop=SHARE --to=NAME]')
     parser.add_argument('--drop', metavar='SHARE', type=float)
     parser.add_argument('--to', metavar='NAME')
-    parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
-    parser.add_argument('--out', metavar='FOLDER', type=Path)
+    parser.add_argument('out_dir', metavar='OUT_DIR', type=folder_path)
+    parser.add_argument('--out', metavar='FOLDER', type=folder_path)
     parser.add_argument('--top', metavar='N', type=int, default=10)
     args = parser.parse_args()
     if args.top < 1:
@@ -285,8 +285,8 @@ def main():
     steps, samples = read_ghost(out_dir)
     try:
         config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
-        folder, block_size = find_folder(config['dataset']), config['block_size']
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        folder, block_size = find_folder(config['dataset']), int(config['block_size'])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
     new = new_folder(args.to) if args.to else None
     try:
@@ -299,7 +299,11 @@ def main():
     if new:
         drop_worst(out_dir, config, then, offset, value, args.drop, new)
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
-    names, domain_of = find_domains(then or now)
+    try:
+        names, domain_of = find_domains(then or now)
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        note(f'no domains: {type(error).__name__}: {error} in the record of the tokens')
+        names, domain_of = find_domains({})
     domain = domain_of(offset)
     windows = [(int(offset[i]), float(value[i]), int(visits[i]), float(loss[i]), names[domain[i]])
                for i in np.argsort(-value, kind='stable')]

@@ -20,6 +20,7 @@ import numpy as np
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import load_meta
+from data.corpus import folder_path
 from scripts.common import fail, load_pyplot, one_line_parser, printing, write_picture, write_result
 from scripts.data_value import by_window, read_ghost
 
@@ -108,7 +109,7 @@ def train(out, text, options):
 def main():
     parser = one_line_parser(__doc__, '[--input=FILE] [--out=FOLDER] [--name=value ...]')
     parser.add_argument('--input', metavar='FILE')
-    parser.add_argument('--out', metavar='FOLDER', default='out-find-noise', type=Path)
+    parser.add_argument('--out', metavar='FOLDER', default='out-find-noise', type=folder_path)
     args, settings = parser.parse_known_args()
     bad = [setting for setting in settings if not setting.startswith('--') or '=' not in setting]
     if bad:

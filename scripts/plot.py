@@ -28,7 +28,7 @@ def read_log(path):
             row = json.loads(line)
             kind = evals if 'val_loss' in row else train
             kind[row['iter']] = row
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             torn.append(number)
     if torn and torn != [len(lines)]:  # a run that was killed, or is writing just now, leaves a torn last line
         note(f'{path}: skipped {len(torn)} unreadable lines, first: {torn[0]}')

@@ -49,6 +49,7 @@ if device.startswith('cuda') and not torch.cuda.is_available():
     fail(f'device={device}: this torch ({torch.__version__}) sees no GPU; use --device=cpu')
 try:
     torch.empty(0, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
 except (RuntimeError, AssertionError) as error:     # of an unknown name, or a device that is not there
     fail(f'device={device}: {str(error).splitlines()[0]}')
 if dtype == 'auto':
@@ -98,7 +99,6 @@ if compile:
     model.compile(dynamic=True)
 
 prompt = torch.tensor(ids, dtype=torch.long, device=device)
-generator = torch.Generator(device).manual_seed(seed)
 autocast = nullcontext() if dtype == 'float32' else torch.autocast(torch.device(device).type, getattr(torch, dtype))
 with printing():
     for _ in range(num_samples):

@@ -38,8 +38,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (begin_out_dir, check_out_dir, excepthook, find_start, finish_saving, load_start,
-                        save_sharded, state_of)
+from checkpoint import (begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+                        load_start, save_sharded, state_of)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
@@ -171,7 +171,7 @@ attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
 store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
                         timeout=timedelta(minutes=timeout_minutes), device_id=torch.device(device) if gpus else None)
-atexit.register(time.sleep, 0.5)    # gloo's threads need Python's lock for some time yet: see train.py
+atexit.register(leave)
 # Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
 mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_replicate, shards, tensor_parallel),
                              mesh_dim_names=('pipeline', 'replicate', 'shard', 'tensor'))
@@ -504,7 +504,7 @@ def evaluate():
 
 # ---- the first writes: everything has been checked -------------------------------------------------------------------
 with one_line():
-    check_out_dir(out_dir)      # makes it; all ranks participate
+    check_out_dir(out_dir, start['leftovers'])      # makes it; all ranks participate
 if rank == 0:
     begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 
@@ -606,6 +606,7 @@ while True:
 finish_saving(keep_checkpoints)
 dist.barrier()      # no rank leaves while another still needs its connections
 dist.destroy_process_group()
+exit_codes.append(128 + (stop_signal or signal.SIGTERM) if stopping else 0)
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
-    sys.exit(128 + (stop_signal or signal.SIGTERM))
+    sys.exit(exit_codes[-1])

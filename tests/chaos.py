@@ -56,9 +56,9 @@ def become_rank(argv, rank, ranks, port, told):
     os._exit(code)      # taking torch down takes as long as the run
 
 
-def live(argv, ranks, told, number=None, kill_after=0.0):
-    """One life of a run; all ranks get signal `number` after so many seconds. Returns their exit codes, and whether the
-    signal came before the end."""
+def live(argv, ranks, told, number=None, due=None):
+    """One life of a run; all ranks get signal `number` when due(), a function, says so. Returns their exit codes, and
+    whether the signal came before the end."""
     port, pids, codes = free_port(), [], {}
     for rank in range(ranks):
         pid = os.fork()
@@ -73,7 +73,7 @@ def live(argv, ranks, told, number=None, kill_after=0.0):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-        if number and not killed and not codes and time.monotonic() > began + kill_after:
+        if number and not killed and not codes and due():
             os.killpg(pids[0], number)
             killed = True
         if any(codes.values()):         # as torchrun does: a rank that has failed ends the others
@@ -100,6 +100,14 @@ def remains(out):
     return found
 
 
+def last_logged(out):
+    """The last step in log.jsonl; -1 before the first."""
+    try:
+        return json.loads((out / 'log.jsonl').read_text().splitlines()[-1])['iter']
+    except (OSError, ValueError, LookupError):      # it may be being written
+        return -1
+
+
 def chaos(folder, argv, ranks, kills, draw):
     """(kills, what went wrong or '') of a run that is killed so often, beside an unbroken one; both in `folder`."""
     began = time.monotonic()
@@ -107,10 +115,18 @@ def chaos(folder, argv, ranks, kills, draw):
     length, done = time.monotonic() - began, 0
     if any(codes):
         return done, f'the unbroken run: exit codes {codes}'
+    steps = sorted(draw.sample(range(STEPS - 4), kills))        # at which it is killed
     while True:
         number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]) if done < kills else None
+        moment = time.monotonic() + draw.uniform(0, length / 2)
+        if draw.random() < 0.25:        # most likely before the first step
+            def due():
+                return time.monotonic() > moment
+        else:
+            def due():
+                return last_logged(folder / 'killed') > steps[done]
         codes, killed = live([*argv, f'--out_dir={folder / "killed"}', '--init_from=auto'], ranks,
-                             folder / f'killed{done}.txt', number, draw.uniform(0, 0.7 * length))
+                             folder / f'killed{done}.txt', number, due)
         if not any(codes):
             break
         if not killed or (number == signal.SIGKILL and set(codes) != {-signal.SIGKILL}):

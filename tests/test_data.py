@@ -467,7 +467,9 @@ def test_ids_above_65535_get_four_bytes(tmp_path):
     ("--input a.jsonl --name=..", "plain name"), ("--input a.jsonl --name=", "plain name"),
     ("--input a.jsonl --tokenizer=gpt3", "gpt2"), ("--input a.jsonl --workers=x", "'x'"), ("--input empty", "empty"),
     ("--input many.jsonl --domain_key=url", "1,000 different"), ("--input x.bin", "not a text file"),
-    ("--input a.jsonl --wrokers=2", "--wrokers"), ("--input a.parquet --text_key=body", "only text")])
+    ("--input a.jsonl --wrokers=2", "--wrokers"), ("--input a.parquet --text_key=body", "only text"),
+    ("--input a.jsonl --out_dir=", "folder is empty"), ("--input a.jsonl --out_dir=" + "x" * 300, "too long"),
+    ("--input a.jsonl --encoding=idna", "no text encoding 'idna'")])
 def test_wrong_arguments_are_one_line_and_leave_nothing(tmp_path, args, says):
     write_rows(tmp_path / "a.jsonl", some_rows(200))
     (tmp_path / "empty").mkdir()

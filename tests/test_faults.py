@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata
 
 from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, full_disk, log_of, tree, write_dataset
 from modes_helper import read_dots
+from weights import read_checkpoint, read_progress
 
 
 def offsets_of(out):
@@ -35,8 +36,38 @@ def test_weights_whose_evaluation_is_not_finite_are_not_saved(fork, tmp_path, np
     done = fork(tmp_path, *spoil, '--on_nonfinite=skip', nproc=nproc, rc=None, warn=False)
     assert set(done.codes) == {1}       # at the end there is still nothing that could be saved
     assert good == ((out / 'ckpt.pt').read_bytes(), (out / 'best.pt').read_bytes())
+    if not last:    # checkpoints between evaluations, and one because of a signal
+        signalled = 'import torch, os; torch.nn.utils.clip_grad_norm_ = lambda *a: os.kill(os.getpid(), 15) or NORM'
+        for args, before in ((['--checkpoint_interval=1'], ''), ([], signalled.replace('NORM', 'torch.ones(())'))):
+            done = fork(tmp_path, *spoil, '--eval_interval=1000', *args, before=before, nproc=nproc, rc=None,
+                        warn=False)
+            assert set(done.codes) == {143 if before else 1} and 'the loss is not finite' in done.out, done.out
+            assert good == ((out / 'ckpt.pt').read_bytes(), (out / 'best.pt').read_bytes())
     fork(tmp_path, '--init_from=auto', '--max_iters=12', nproc=nproc)
     assert ckpt_of(out)['iter_num'] == 12
+
+
+def test_a_missing_dataset_is_told_before_the_ranks_connect(fork, tmp_path):
+    unconnected = 'import torch.distributed as d; d.init_process_group = d.rendezvous = None'
+    for args in (['--dataset=nowhere'], ['--use_ghost=True', '--ghost_val_dataset=nowhere']):
+        assert 'no file nowhere' in fork(tmp_path, *args, nproc=2, before=unconnected, rc=2)
+
+
+def test_every_group_has_the_timeout(fork, tmp_path):
+    """Also those of the mesh, and the one that writes checkpoints in the background."""
+    told = '''
+import datetime, torch, torch.distributed as d
+end = d.destroy_process_group
+def destroy():
+    for group in d.distributed_c10d._world.pg_map:
+        print('TIMEOUT', group._get_backend(torch.device('cpu')).options._timeout, flush=True)
+    end()
+d.destroy_process_group = destroy
+'''
+    done = fork(tmp_path, '--use_fsdp=True', '--fsdp_replicate=2', '--checkpoint_format=sharded', '--max_iters=2',
+                '--checkpoint_async=True', '--timeout_minutes=7', nproc=2, before=told, warn=False)
+    lines = [line for line in done.out.splitlines() if 'TIMEOUT' in line]
+    assert len(lines) >= 6 and set(lines) == {'TIMEOUT 0:07:00'}, lines
 
 
 def test_tokens_are_counted_over_changed_batch_sizes(fork, tmp_path):
@@ -294,3 +325,58 @@ def test_config_says_what_ran(fork, tmp_path):
     before = tree(tmp_path / 'out')
     fork(tmp_path, '--init_from=resume', '--eval_only=True')
     assert tree(tmp_path / 'out') == before
+
+
+WRONG = {'iter_num': ('x', -1, True, 2**70, 1.5), 'samples_seen': (-1, 'x'), 'best_val_loss': (None, 'x'),
+         'config': ([1], {'dataset': 5}, {'batch_size': 'x'}), 'scaler': ([1],), 'wandb_id': (3,), 'optimizer': ([1],),
+         'meta': ([1], {'tokenizer': 7}, {'tokenizer': {'type': 'char', 'itos': [1]}}, {'vocab_size': 'x'}),
+         'model_args': ('x', {'n_head': 0}, {'n_layer': '2'}, {'n_layer': 10**9}, {'n_embd': 63}, {'gelu': 'relu'})}
+
+
+@pytest.mark.parametrize('field', WRONG)
+def test_a_field_that_no_run_writes_is_refused_in_one_line(sharded, tmp_path, field):
+    folder = sharded / 'ckpt_dcp' / 'step_2'
+    ckpt, state = read_checkpoint(str(folder)), json.loads((folder / 'state.json').read_text())
+    shutil.copytree(folder, tmp_path / 'step_2')
+    for value in WRONG[field]:
+        spoilt = [dict(ckpt), dict(state)]
+        for holder in spoilt:
+            if isinstance(value, dict) and value and field in holder:
+                holder[field] = {**holder[field], **value}
+            else:
+                holder[field] = value
+        torch.save(spoilt[0], tmp_path / 'spoilt.pt')
+        with pytest.raises(ValueError, match=r'spoilt\.pt: [^\n]*$'):
+            read_checkpoint(str(tmp_path / 'spoilt.pt'))
+        if field != 'optimizer':        # is not in state.json
+            (tmp_path / 'step_2' / 'state.json').write_text(json.dumps(spoilt[1]))
+            with pytest.raises(ValueError, match=r'state\.json: [^\n]*$'):
+                read_progress(tmp_path / 'step_2')
+
+
+def test_metadata_that_leaves_values_out_is_refused(sharded, tmp_path):
+    """torch would leave them undefined."""
+    shutil.copytree(sharded / 'ckpt_dcp' / 'step_2', tmp_path / 'step_2')
+    path = tmp_path / 'step_2' / '.metadata'
+    content = path.read_bytes()
+
+    def no_parts(entry):
+        entry.chunks = []
+
+    def shifted(entry):
+        entry.chunks[0].offsets = torch.Size([1, 0])
+
+    def other_type(entry):
+        entry.properties.dtype = None
+
+    for change in (no_parts, shifted, other_type):
+        found = pickle.loads(content)
+        change(found.state_dict_metadata['model.transformer.wte.weight'])
+        path.write_bytes(pickle.dumps(found))
+        with pytest.raises(ValueError, match=r'\.metadata: torn[^\n]*$'):
+            read_checkpoint(str(tmp_path / 'step_2'))
+
+
+def test_a_folder_in_the_place_of_a_file(fork, tmp_path):
+    (tmp_path / 'out' / 'config.json').mkdir(parents=True)
+    assert 'config.json: a run writes a file of this name' in fork(tmp_path, rc=2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from configurator import fail
 from data.bins import write_file
-from data.corpus import (add_encoding, finished, get_tokenizer, hold_folder, one_line_parser, publish, refuse,
-                         token_dtype)
+from data.corpus import (add_encoding, finished, folder_path, get_tokenizer, hold_folder, one_line_parser, publish,
+                         refuse, token_dtype)
 from data.download import get_quickly, pip_wheel
 from data.reading import BadInput, counts, kind_of, local_files, read_text
 
@@ -25,7 +25,7 @@ def shakespeare(script, doc, spec_of):
     the rest, tokenized apart by the tokenizer spec_of(text), and no end-of-text token."""
     parser = one_line_parser(doc)
     parser.add_argument("--input", help="a text file to use instead, also .gz or .zst")
-    parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=Path,
+    parser.add_argument("--out_dir", default=Path(script).resolve().parent, type=folder_path,
                         help="where the output goes (beside the script)")
     parser.add_argument("--overwrite", action="store_true", help="replace another finished dataset there")
     add_encoding(parser)
