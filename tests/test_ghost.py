@@ -538,7 +538,8 @@ def test_fixed_validation_batch_is_fixed(run, tiny):
 def test_float16_scores_whatever_its_loss_scale(fork, tmp_path, mode):
     """A scale that doubles after every step is at its limit most of the time: values are finite all the same."""
     double = 'import functools; torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, growth_interval=1)'
-    args = ('--max_iters=25', '--eval_interval=1000', '--eval_iters=1', '--lr_decay_iters=25', '--dtype=float16')
+    args = ('--max_iters=25', '--eval_interval=1000', '--eval_iters=1', '--lr_decay_iters=25', '--dtype=float16',
+            '--gradient_accumulation_steps=2')
     result = launch(fork, tmp_path, mode, *GHOST, *args, before=double, after="print('SCALE', g['scaler'].get_scale())")
     steps, updates = ckpt_of(tmp_path / 'out')['iter_num'], ckpt_of(tmp_path / 'out')['optimizer']['state']
     taken = int(next(iter(updates.values()))['step'])
