@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from checkpoint import (barrier, begin_out_dir, changes, check_out_dir, excepthook, exit_codes, leave, load_start,
@@ -173,7 +172,6 @@ if predict:
             probability, index = logits_of(raw_model, 'predict', [i])[0].softmax(-1).max(-1)
             print(f'{labels[index]}\t{probability:.4f}')
     sys.exit()
-
 # ---- the loop --------------------------------------------------------------------------------------------------------
 num_rows, rows_per_step = len(rows['train'][1]), gradient_accumulation_steps * batch_size
 steps_per_epoch = math.ceil(num_rows / rows_per_step)       # an epoch's last step takes what is left
