@@ -113,7 +113,7 @@ def choose_start(config, given, meta, shape_names):
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
         trained_by = (start['config'] or {}).get('optimizer', 'adamw')
-        if trained_by != config['optimizer']:
+        if trained_by != config['optimizer'] and (facts['sharded'] or start['optimizer']):
             raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: --optimizer={trained_by}, '
                              'or begin a new run with its weights, in another out_dir')
         facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
@@ -243,7 +243,7 @@ def check_out_dir(out_dir, leftovers):
     a folder in the place of a file, or the other way round, which is not among the leftovers to be deleted."""
     def attempt():
         for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json') if name not in leftovers):
-            is_folder = path.name in ('ckpt_dcp', 'grad_dotprods', 'gradient_dumper')
+            is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json')
             if path.exists() and path.is_dir() != is_folder:
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')

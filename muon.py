@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
             for i in range(0, len(alike), world * BATCH):
                 some = alike[i:i + world * BATCH]
                 ahead = self.momentum(group, some)
-                steps = share_out(ahead, shape, sharded, ranks, rank, world).to(ahead[0].dtype)
+                steps = share_out(ahead, shape, sharded, ranks, rank, world)[:len(some)].to(ahead[0].dtype)
                 weights = [local(p) for p in some]
                 torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'])
                 # 0.2 is about the size of AdamW's steps, entry by entry, so that one learning rate serves both
@@ -105,8 +105,8 @@ def local(tensor):
 def share_out(ahead, shape, sharded, ranks, rank, world):
     """
     ahead: at most world x BATCH matrices of one shape (n,m), or of each the rows that this rank holds (sharded).
-    Returns the same of the matrices made orthogonal, (world x BATCH, rows, m), behind them zeros. Each rank does one
-    batch; they exchange their results, and before that their rows.
+    Returns the same of the matrices made orthogonal, (at least as many, rows, m). Each rank does one batch; they
+    exchange their results, and before that their rows.
     """
     n, m = shape
     mine = ahead[rank * BATCH:(rank + 1) * BATCH]       # this rank's batch: the last ranks' may be short, or empty
@@ -127,9 +127,12 @@ def share_out(ahead, shape, sharded, ranks, rank, world):
         return exchange(X, ranks)
     if world == 1:
         return X
-    results = X.new_empty(world * BATCH, n, m)
-    dist.all_gather(list(results.split(BATCH)), X)
-    return results
+    results = X.new_empty(math.ceil(len(ahead) / BATCH), BATCH, n, m)
+    if len(mine) > 0:
+        results[rank] = X
+    for owner, batch in enumerate(results):
+        dist.broadcast(batch, owner)
+    return results.flatten(0, 1)
 
 
 def exchange(X, ranks):

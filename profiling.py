@@ -20,6 +20,7 @@ def profile_step(say, out_dir, rank, done, steps, memory, last):
     """
     Call it after each step; done: how many this run has taken. After WARM_UP of them `steps` are profiled. Then, or if
     this is the run's last step, this rank writes its files, with `memory` also a snapshot, and says so by say(line).
+    Returns whether it has written.
     """
     end = WARM_UP + max(steps, 1)
     if steps and done == WARM_UP and not last:
@@ -29,7 +30,7 @@ def profile_step(say, out_dir, rank, done, steps, memory, last):
         running.append(torch.profiler.profile(activities=activities))
         running[0].start()
     if not (steps or memory) or done > end or (done < end and not last):
-        return
+        return False
     written = []
     if running:
         profiler = running.pop()
@@ -41,12 +42,13 @@ def profile_step(say, out_dir, rank, done, steps, memory, last):
         say(f'profiled: {", ".join(written)}')
     else:
         say(f'nothing is profiled: this run ends after {done} steps, and the first {WARM_UP} are left out')
+    return bool(written)
 
 
 def write_profile(profiler, out_dir, rank):
     """The trace and the table, each whole when its name appears; returns their paths."""
     folder = Path(out_dir, 'profile')
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)      # on another machine out_dir may be missing
     trace, table = str(folder / f'rank{rank}.json.gz'), str(folder / f'rank{rank}.txt')
     profiler.export_chrome_trace(str(folder / f'rank{rank}.tmp.json.gz'))
     os.replace(folder / f'rank{rank}.tmp.json.gz', trace)
@@ -72,7 +74,7 @@ def record_memory(out_dir, rank):
 def write_snapshot(out_dir, rank):
     """The GPU's memory as it is and the allocations recorded before; returns the file's path."""
     path = Path(out_dir, 'profile', f'rank{rank}_memory.pickle')
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(f'{path}.tmp')
     os.replace(f'{path}.tmp', path)
     return str(path)

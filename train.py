@@ -388,6 +388,8 @@ if use_fsdp:
     fully_shard(raw_model, **policy)    # the last unit: embeddings, final norm and head
 raw_model.to_empty(device=weights_device)
 raw_model.tie()                         # to_empty has made two tensors of the embedding and the head
+if rope:
+    raw_model.turns = raw_model.turns.to(device)    # fsdp_cpu_offload keeps parameters alone in host memory
 params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
 fused = device_type in ('cuda', 'cpu')
@@ -798,8 +800,9 @@ while True:
         now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
     finish_saving(keep_checkpoints, wait=False)
-    profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
-                 last=stopping or iter_num >= max_iters)
+    if profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
+                    last=stopping or iter_num >= max_iters):
+        timed_from, clock = iter_num, time.perf_counter()       # files were written meanwhile
 
 finish_writing()
 if wandb_log and master_process and not eval_only:

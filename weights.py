@@ -177,9 +177,12 @@ def check_shape(src, model_args, tensors):
         wrong.append(f'n_embd={model_args["n_embd"]} is not divisible by n_head={model_args["n_head"]}')
     if not wrong and model_args['n_layer'] > tensors:
         wrong.append(f'n_layer={model_args["n_layer"]} and {tensors} tensors')
-    for name, known in (('bias', (True, False)), ('gelu', ('tanh', 'none'))):
-        if model_args[name] not in known:
+    for name, known in (('bias', (True, False)), ('gelu', ('tanh', 'none')), ('rope', (True, False)),
+                        ('qk_norm', (True, False))):
+        if model_args.get(name, False) not in known:
             wrong.append(f'{name}={model_args[name]!r:.40}')
+    if not wrong and model_args.get('rope') and model_args['n_embd'] // model_args['n_head'] % 2:
+        wrong.append(f'rope and an odd n_embd / n_head = {model_args["n_embd"] // model_args["n_head"]}')
     if wrong:
         raise ValueError(f'{src}: no GPT-2 has {", ".join(wrong)}')
 

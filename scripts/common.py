@@ -146,7 +146,7 @@ def find_classifier(config, given, train):
     taken. ValueError (one line) if there is none, or it does not fit.
     """
     from checkpoint import choose_start, from_rank0, must_fit, on_rank0
-    from weights import read_checkpoint, read_full
+    from weights import complete, read_checkpoint, read_full
     shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
     settings, source = {**config, 'new_tokenizer': False}, config['init_from']
 
@@ -156,6 +156,8 @@ def find_classifier(config, given, train):
             start = read_full(path)
             if 'labels' not in start:
                 raise ValueError(f'{path} is not a checkpoint of classify.py')
+            args = complete(start['model_args'])        # an older one lacks the newer names
+            start['model_args'] = {name: args[name] for name in (*shape, 'vocab_size', 'gelu')}
             must_fit(path, start, settings, given.intersection(shape), start['meta'])
             get_tokenizer(start['meta']['tokenizer'])   # where it is not to be had, this is the place to say so
             return {**start, 'resumed_from': str(path), 'leftovers': [], 'passed_over': {}}

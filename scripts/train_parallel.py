@@ -210,7 +210,8 @@ shape = {name: model_args[name] for name in shape_names}
 config.update(shape)
 globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
 vocab_size, start_iter = model_args['vocab_size'], iter_num
-require(not rope and not qk_norm, f'{start["resumed_from"]} has rope or qk_norm: this script trains GPT-2 as it is')
+require(not rope and not qk_norm,
+        f'{start["resumed_from"] or init_from} has rope or qk_norm: this script trains GPT-2 as it is')
 with one_line():
     for split in bins:
         check_tokens(bins[split], metas[split], block_size, vocab_size)

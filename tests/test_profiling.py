@@ -56,6 +56,12 @@ def test_profiling_changes_nothing_and_a_resumed_run_goes_on(profiled, fork, tmp
     assert 'git_commit' not in done.out and 'command_line' not in done.out      # no setting that has changed
 
 
+def test_a_profiled_run_goes_on(profiled, fork):
+    cwd = profiled[1].parent
+    done = fork(cwd, '--init_from=resume', '--max_iters=6', '--eval_iters=1', nproc=2, warn=False)
+    assert 'resuming from' in done.out
+
+
 def test_memory_needs_a_gpu(fork, tmp_path):
     if not torch.cuda.is_available():
         assert "profile_memory=True records a GPU's allocations, and device is cpu" in fork(
