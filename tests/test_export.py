@@ -23,7 +23,8 @@ from data.corpus import get_tokenizer  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from scripts.export import write_hf  # noqa: E402
 
-ARGS = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=64, dropout=0.0, gelu='tanh')
+ARGS = dict(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=True, vocab_size=64, dropout=0.0, gelu='tanh',
+            rope=False, qk_norm=False)
 
 
 def trained(iter_num=7, meta=None, **changes):
@@ -314,7 +315,8 @@ def test_nanogpt_checkpoint(tmp_path):
     names = [n for group in ckpt['optimizer']['param_groups'] for n in group['params']]
     number = {name: i for i, name in enumerate(names)}
     old = {'model': {'_orig_mod.' + k: v for k, v in ckpt['model'].items()},
-           'model_args': {k: v for k, v in ckpt['model_args'].items() if k != 'gelu'}, 'iter_num': 7,
+           'model_args': {k: v for k, v in ckpt['model_args'].items() if k not in ('gelu', 'rope', 'qk_norm')},
+           'iter_num': 7,
            'best_val_loss': torch.tensor(1.25), 'config': ckpt['config'],
            'optimizer': {'state': {number[n]: e for n, e in ckpt['optimizer']['state'].items()}, 'param_groups': [
                {**g, 'params': [number[n] for n in g['params']]} for g in ckpt['optimizer']['param_groups']]}}
