@@ -134,7 +134,8 @@ def read_full(path):
         raise ValueError(f'{path}: torn, or not a checkpoint ({what})') from None
     if not isinstance(ckpt, dict):
         raise ValueError(f'{path}: not a checkpoint of train.py but a {type(ckpt).__name__}')
-    missing = [name for name in ('model', 'optimizer', 'model_args', 'iter_num') if name not in ckpt]
+    missing = [name for name in ('model', 'optimizer', 'model_args', 'iter_num')
+               if not isinstance(ckpt.get(name), FIELDS[name])]
     if missing:
         raise ValueError(f'{path}: not a checkpoint of train.py, it has no {", ".join(missing)}')
     return check_fields(path, ckpt)
@@ -200,7 +201,9 @@ def read_progress(folder):
         cause = error if isinstance(error, PermissionError) else None
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
     check_fields(f'{folder}/state.json', ckpt)
-    check_shape(f'{folder}/state.json', complete(ckpt['model_args']), check_sizes(folder))
+    tensors = check_sizes(folder)
+    if ckpt['model_args']:
+        check_shape(f'{folder}/state.json', complete(ckpt['model_args']), tensors)
     return ckpt
 
 
@@ -324,7 +327,8 @@ def read_metadata(folder):
         if type(found) is not metadata.Metadata:
             raise ValueError(f'it holds a {type(found).__name__}')
         for part in found.storage_data.values():
-            if type(part) is not filesystem._StorageInfo or os.path.basename(part.relative_path) != part.relative_path:
+            name = part.relative_path
+            if type(part) is not filesystem._StorageInfo or type(name) is not str or os.path.basename(name) != name:
                 raise ValueError(f'it names a file elsewhere, {part!r:.80}')
             if not (type(part.offset) is type(part.length) is int and min(part.offset, part.length) >= 0):
                 raise ValueError(f'it speaks of a part {part!r:.80}')
@@ -338,7 +342,7 @@ def read_metadata(folder):
     except PermissionError as error:
         raise ValueError(f'{path}: {error.strerror}') from error
     except Exception as error:      # a torn pickle fails in many ways
-        raise ValueError(f'{path}: torn or not a checkpoint ({error})') from None
+        raise ValueError(f'{path}: torn or not a checkpoint ({" ".join(str(error).split())})') from None
     return metadata.Metadata(tensors, storage_data=found.storage_data, storage_meta=metadata.StorageMeta())
 
 

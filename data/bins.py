@@ -97,7 +97,7 @@ def load_meta(folder):
         raise ValueError(f"{path} can not be read: it is nested too deeply") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, MemoryError, OverflowError,
             pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} can not be read ({type(e).__name__}: {e})") from None
+        raise ValueError(f"{path} can not be read ({type(e).__name__}: {' '.join(str(e).split())})") from None
 
 
 def check_meta(meta):

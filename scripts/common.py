@@ -84,7 +84,10 @@ def find_tokenizer(source, checkpoint):
             told = f'nor does its dataset, {dataset}: is that missing here?' if dataset else 'only its ckpt.pt could'
             raise ValueError(f'{source} has {ids} token ids and does not say what text they mean; {told}')
         spec = 'gpt2'
-    tokenizer = get_tokenizer(spec)
+    try:
+        tokenizer = get_tokenizer(spec)
+    except ValueError as error:
+        raise ValueError(f'{source}: {error}') from None
     if ids not in (tokenizer.vocab_size, math.ceil(tokenizer.vocab_size / 64) * 64):    # padded, for a GPU's sake
         raise ValueError(f'{source} has {ids} token ids and {whose} {tokenizer.vocab_size}: not made for each other')
     return tokenizer

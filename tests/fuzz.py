@@ -7,6 +7,7 @@ anything else, and never hangs.
 seconds: 60 by default, shared by the readers; only: readers with this word in their name. By hand, not by pytest. Exit
 code 1 if a reader failed; the spoilt file is kept.
 """
+import copy
 import io
 import json
 import pickle
@@ -117,7 +118,7 @@ def spoil(path, draw):
                 if draw.random() < 0.2 and isinstance(container, (dict, list)):
                     del container[key]
                 else:
-                    container[key] = draw.choice(VALUES)
+                    container[key] = copy.deepcopy(draw.choice(VALUES))
         try:
             return write(thing)
         except Exception:       # such a thing cannot be written
