@@ -25,7 +25,7 @@ ROOT = os.path.dirname(os.path.abspath(__file__))  # config/x.py is looked up he
 ELSEWHERE = dict(
     method='use_ghost', val_batch_size='ghost_val_batch_size', dot_prod_save_interval='ghost_save_interval',
     architecture='n_layer', max_steps='max_iters', warmup_step='warmup_iters', train_set='dataset',
-    val_set='ghost_val_dataset', eval_iter='eval_iters', train_dtype='dtype', model_dtype='dtype',
+    val_set='ghost_val_dataset', eval_iter='eval_iters', eval_bs='batch_size', train_dtype='dtype', model_dtype='dtype',
     enabled='grad_dump', start_step='grad_dump_start_step', step_interval='grad_dump_step_interval',
     end_step='grad_dump_end_step', save_first_n='grad_dump_save_first_n', save_folder='out_dir',
     model_name_or_path='init_from', resume_from_checkpoint='init_from', output_dir='out_dir',

@@ -264,6 +264,7 @@ if gpus:
 if distributed:
     if backend == 'auto':       # nccl carries tensors on GPUs, gloo those in host memory: checkpoints', offloaded ones
         backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
+    timeout = timedelta(minutes=timeout_minutes)
     where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
     waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'])
     waiting.daemon = True
@@ -273,8 +274,7 @@ if distributed:
     # itself: scripts/slurm.sh makes torchrun take a new store there.
     one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
-    timeout = timedelta(minutes=timeout_minutes)
+    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
                             device_id=torch.device(device) if gpus else None)
     waiting.cancel()

@@ -19,7 +19,8 @@ def commands(page):
     """The words of every command in the page's code; a setting may stand alone."""
     for block, span in re.findall(r'^```\n(.*?)^```|`([^`]+)`', page.read_text(encoding='utf-8'), re.M | re.S):
         for line in block.splitlines() or [span.replace('\n', ' ')]:
-            if re.match(r'python |torchrun |sbatch |bash |--\w', line):
+            line = re.sub(r'\$R\b|broken\.py', 'train.py', line)      # a run's command, and a copy that is broken
+            if re.match(r'python |torchrun |sbatch |bash |sed |\$D |train\.py --|--\w', line):
                 yield shlex.split(line, comments=True)
 
 
@@ -61,15 +62,15 @@ def test_commands(fork, tmp_path):
 
 
 def test_quoted_code_stands_where_the_page_says():
-    """modes.md quotes pieces of train.py, `Where: section: code, code`."""
+    """modes.md quotes code, `Where (section 'model'): code, code`, of train.py, or `(checkpoint.py): code`."""
     page = ' '.join(Path(ROOT, 'docs', 'modes.md').read_text(encoding='utf-8').split())
     train = Path(ROOT, 'train.py').read_text(encoding='utf-8')
-    sections = {}
+    places = {'checkpoint.py': ' '.join(Path(ROOT, 'checkpoint.py').read_text(encoding='utf-8').split())}
     for title, text in re.findall(r'^# ---- (.*?) -+$(.*?)(?=^# ----|\Z)', train, re.M | re.S):
-        name = title.partition(':')[0]
-        sections[name] = sections.get(name, '') + ' '.join(text.split())
-    quotes = re.findall(r'Where: ([\w ]+): ((?:`[^`]+`,? ?)+)', page)
-    assert len(quotes) == page.count('Where: ') >= 13
-    for section, codes in quotes:
+        place = f"section '{title.partition(':')[0]}'"
+        places[place] = places.get(place, '') + ' '.join(text.split())
+    quotes = re.findall(r"\((section '[\w ]+'|\w+\.py)\): ((?:`[^`]+`,? ?)+)", page)
+    assert page.count('Where (') == len(re.findall(r"Where \((?:section '[\w ]+'|\w+\.py)\): `", page)) >= 13
+    for place, codes in quotes:
         for code in re.findall(r'`([^`]+)`', codes):
-            assert code in sections[section], f'{section}: {code}'
+            assert code in places[place], f'{place}: {code}'

@@ -3,10 +3,14 @@ Train a small GPT-2 by FSDP2: each rank holds its shard.
 plain.py, ddp.py, fsdp.py and ghost.py are one text but for what each mode needs:
 
 python data/shakespeare_char/prepare.py
-torchrun --standalone --nproc_per_node=2 docs/side_by_side/fsdp.py
+CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc_per_node=2 docs/side_by_side/fsdp.py
 diff docs/side_by_side/plain.py docs/side_by_side/fsdp.py
 
-They print the losses of train.py, which does the same with all that a real run needs besides.
+On a CPU (hence CUDA_VISIBLE_DEVICES=; without it each rank takes a GPU) they print the losses of train.py, alone or by
+torchrun, with --use_fsdp=True or --use_ghost=True; it does the same with all that a real run needs besides:
+
+M="--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch_size=4 --gradient_accumulation_steps=4"
+python train.py $M --dataset=shakespeare_char --max_iters=20 --learning_rate=1e-3 --decay_lr=False --out_dir=out-short
 """
 import json
 import os
@@ -35,6 +39,7 @@ rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCA
 device = f'cuda:{local_rank}' if torch.cuda.is_available() else 'cpu'
 if torch.cuda.is_available():
     torch.cuda.set_device(device)       # before anything else touches a GPU: all would go to the first
+assert gradient_accumulation_steps % world_size == 0, 'the number of ranks must divide gradient_accumulation_steps'
 dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')
 micro_batches = gradient_accumulation_steps // world_size       # per rank and step
 
@@ -91,4 +96,5 @@ for step in range(steps):
     train_loss /= world_size
     if rank == 0:
         print(f'step {step}: loss {train_loss.item():.8f}, norm {norm.item():.8f}')
+dist.barrier()          # no rank leaves while another still needs its connections
 dist.destroy_process_group()

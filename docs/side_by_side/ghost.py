@@ -3,10 +3,14 @@ Train a small GPT-2 and value each sample (ghost).
 plain.py, ddp.py, fsdp.py and ghost.py are one text but for what each mode needs:
 
 python data/shakespeare_char/prepare.py
-python docs/side_by_side/ghost.py
+CUDA_VISIBLE_DEVICES= python docs/side_by_side/ghost.py
 diff docs/side_by_side/plain.py docs/side_by_side/ghost.py
 
-They print the losses of train.py, which does the same with all that a real run needs besides.
+On a CPU (hence CUDA_VISIBLE_DEVICES=; without it each rank takes a GPU) they print the losses of train.py, alone or by
+torchrun, with --use_fsdp=True or --use_ghost=True; it does the same with all that a real run needs besides:
+
+M="--device=cpu --n_layer=2 --n_head=2 --n_embd=64 --block_size=32 --batch_size=4 --gradient_accumulation_steps=4"
+python train.py $M --dataset=shakespeare_char --max_iters=20 --learning_rate=1e-3 --decay_lr=False --out_dir=out-short
 """
 import json
 import sys
