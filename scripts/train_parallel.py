@@ -168,9 +168,10 @@ if gpus:
 backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'      # gloo carries what is in host memory: checkpoints
 one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: see train.py
 attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://'))[0])
-dist.init_process_group(backend, store=store, rank=rank, world_size=world_size,
-                        timeout=timedelta(minutes=timeout_minutes), device_id=torch.device(device) if gpus else None)
+timeout = timedelta(minutes=timeout_minutes)
+store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
+dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+                        device_id=torch.device(device) if gpus else None)
 atexit.register(leave)
 # Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
 mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_replicate, shards, tensor_parallel),

@@ -144,7 +144,8 @@ def test_of_two_shuffles_with_the_same_counts_no_text_is_shown(fork, tmp_path):
     meta['splits']['train']['sha256'] = 'a' * 64
     folder = run / 'ckpt_dcp' / 'step_3'
     dcp.save({'model': {'w': torch.zeros(2)}}, checkpoint_id=folder, no_dist=True)
-    (folder / 'state.json').write_text(json.dumps(dict(meta=meta, model_args={}, iter_num=3, param_groups=[])))
+    (folder / 'state.json').write_text(json.dumps(dict(meta=meta, model_args={'n_layer': 1}, iter_num=3,
+                                                         param_groups=[])))
     for sha256, known in (('a' * 64, True), ('b' * 64, False)):
         meta['splits']['train']['sha256'] = sha256
         (tmp_path / 'data' / 'meta.json').write_text(json.dumps({**meta, 'domains': []}))

@@ -1183,7 +1183,8 @@ def test_pretrained_folder(fork, tmp_path, hf):
          before='sys.modules["transformers"] = None')
     assert log_of(tmp_path / 'a')[1][0]['val_loss'] == pytest.approx(loss, rel=1e-5)
     c = ckpt_of(tmp_path / 'a')
-    assert c['model_args'] == dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=60, bias=True, gelu='tanh')
+    assert c['model_args'] == dict(n_layer=1, n_head=2, n_embd=16, block_size=16, vocab_size=60, bias=True, gelu='tanh',
+                                   rope=False, qk_norm=False)
     fork(tmp_path, *args[:1], '--out_dir=a', '--init_from=resume', *args[2:], '--max_iters=3', tiny_args=False)
     line = fork(tmp_path, *args, '--block_size=32', tiny_args=False, rc=2)
     assert '24' in line
