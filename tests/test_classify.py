@@ -213,6 +213,32 @@ def test_a_used_out_dir_is_refused_and_ranks_must_share_evenly(plain, run, tmp_p
     assert 'all 2 ranks' in run(tmp_path, '--gradient_accumulation_steps=3', rc=2, nproc=2)
 
 
+def test_what_a_run_goes_on_from(run, data, tmp_path):
+    """A resumed run tells what has changed, refuses what would skip or repeat rows; auto deletes no other's checkpoint."""
+    run(tmp_path, '--out_dir=out', '--epochs=1')
+    again = '--out_dir=out', '--init_from=resume', '--epochs=1'
+    for args, says in [(['--batch_size=2'], '8 rows a step, now it would be 4'),
+                       (['--tokenizer=char'], "has the tokenizer 'byte'")]:
+        assert says in run(tmp_path, *again, *args, rc=2)
+    assert 'classifier of classify.py' in run(tmp_path, '--init_from=out', rc=2)
+    (tmp_path / 'rows').mkdir()
+    for split in ROWS:
+        text = (data / f'{split}.csv').read_text(encoding='utf-8')
+        (tmp_path / 'rows' / f'{split}.csv').write_text(text.replace('cat', 'dog'), encoding='utf-8')
+    out = run(tmp_path, *again, f'--dataset={tmp_path / "rows"}').out
+    assert '; the rows of train; the rows of val\n' in out and 'tokenizer' not in out
+    with open(tmp_path / 'rows' / 'train.csv', 'a') as file:
+        file.write('dog,1,animal\n')
+    assert '41 rows in train, now it would be 42' in run(tmp_path, *again, f'--dataset={tmp_path / "rows"}', rc=2)
+    (tmp_path / 'out' / 'best.pt').rename(tmp_path / 'best.pt')
+    assert 'best.pt is missing' in run(tmp_path, *again, rc=2)
+    (tmp_path / 'out' / 'ckpt.pt').rename(tmp_path / 'out' / 'best.pt')
+    assert 'holds best.pt, but no ckpt.pt' in run(tmp_path, '--out_dir=out', '--init_from=auto', rc=2)
+    (tmp_path / 'out' / 'best.pt').unlink()
+    out = run(tmp_path, '--out_dir=out', '--init_from=auto', '--max_iters=1').out
+    assert 'starts anew, and deletes log.jsonl in out' in out
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize('name, content, says', [
     ('a.csv', b'', 'a.csv: no rows'), ('a.csv', b'label,text\n', 'a.csv: no rows'), ('a.jsonl', b'\n\n', 'no rows'),
