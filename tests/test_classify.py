@@ -15,6 +15,7 @@ import torch
 from conftest import ENV, ROOT, ckpt_of, log_of, tree
 
 from data.labelled import read_dataset, read_labelled, read_texts, write_labelled
+from scripts.common import choose_device, log_record
 from test_data import hub
 
 CLASSIFY = os.path.join(ROOT, 'scripts', 'classify.py')
@@ -159,8 +160,33 @@ for name, p in net.named_parameters():
 
 
 def test_the_first_step_is_adamws(run, tmp_path):
+    """And a standard output that takes nothing does not end it."""
+    full = '/dev/full' if os.path.exists('/dev/full') else None
     run(tmp_path, '--out_dir=out', '--dropout=0', '--max_iters=1', '--warmup_iters=0', '--grad_clip=1e-6',
-        '--weight_decay=0.1', after=FIRST_STEP)
+        '--weight_decay=0.1', after=FIRST_STEP, stdout=full)
+    assert list(log_of(tmp_path / 'out')[1]) == [1]
+
+
+def test_a_log_that_can_not_be_written_is_a_warning(tmp_path, capsys):
+    log_record(tmp_path / 'log.jsonl', dict(iter=1, loss=0.5, grad_norm=float('inf')))
+    assert (tmp_path / 'log.jsonl').read_text() == '{"iter": 1, "loss": 0.5, "grad_norm": null}\n'
+    log_record(tmp_path / 'no' / 'log.jsonl', dict(iter=1))
+    assert capsys.readouterr().out.startswith('warning: ')
+
+
+def test_devices_and_dtypes(monkeypatch, capsys):
+    """What this machine has not is one line, as in train.py."""
+    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
+    for dtype, says in [('float16', 'does not train on mps'), ('bfloat16', 'mps has no bfloat16')]:
+        with pytest.raises(SystemExit):
+            choose_device('mps', dtype)
+        assert says in capsys.readouterr().err
+    assert choose_device('mps', 'auto') == ('mps', 'float32') and choose_device('cpu', 'bfloat16')[1] == 'bfloat16'
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT', 'MASTER_ADDR'):
+        monkeypatch.setenv(name, '0')
+    with pytest.raises(SystemExit):
+        choose_device('mps', 'float32')
+    assert 'mps takes one process' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('nproc', [None, 2])
