@@ -174,7 +174,7 @@ def find_classifier(config, given, rows):
     user has set; rows: what read_dataset gives, or None: nothing is trained, and out_dir's best.pt is taken.
     ValueError (one line) if there is none, or it does not fit.
     """
-    from checkpoint import changes, choose_start, from_rank0, must_fit, on_rank0
+    from checkpoint import OF_A_RUN, changes, choose_start, from_rank0, must_fit, on_rank0
     from weights import complete, read_checkpoint, read_full
     shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
     settings, source, out_dir = {**config, 'new_tokenizer': False}, config['init_from'], Path(config['out_dir'])
@@ -226,8 +226,8 @@ def find_classifier(config, given, rows):
             return {**start, 'meta': meta, 'resumed_from': str(path), 'leftovers': [], 'passed_over': {}, 'told': told}
         path, names, texts, _ = rows['train']
         if source in ('scratch', 'auto'):
-            if source == 'auto':    # what is there may be of a run that died before its first checkpoint
-                others = [name for name in ('best.pt', 'ckpt_dcp') if Path(out_dir, name).exists()]
+            if source == 'auto':    # a run that died before its first checkpoint leaves a log.jsonl alone
+                others = [name for name in OF_A_RUN if name != 'log.jsonl' and Path(out_dir, name).exists()]
                 if others and not config['overwrite']:
                     raise ValueError(f'{out_dir} holds {" and ".join(others)}, but no ckpt.pt to go on from: another '
                                      '--out_dir, or delete the earlier run by --overwrite=True')

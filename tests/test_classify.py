@@ -298,6 +298,9 @@ def test_what_a_run_goes_on_from(run, data, tmp_path):
     (tmp_path / 'out' / 'ckpt.pt').rename(tmp_path / 'out' / 'best.pt')
     assert 'holds best.pt, but no ckpt.pt' in run(tmp_path, '--out_dir=out', '--init_from=auto', rc=2)
     (tmp_path / 'out' / 'best.pt').unlink()
+    (tmp_path / 'out' / 'grad_dotprods').mkdir()
+    assert 'holds grad_dotprods, but' in run(tmp_path, '--out_dir=out', '--init_from=auto', rc=2)
+    (tmp_path / 'out' / 'grad_dotprods').rmdir()
     out = run(tmp_path, '--out_dir=out', '--init_from=auto', '--max_iters=1').out
     assert 'starts anew, and deletes log.jsonl in out' in out
 
