@@ -5,7 +5,9 @@ break stands in double quotes, and a quote in it is doubled. In JSONL a line is 
 """
 import csv
 import io
+import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,13 +15,15 @@ from data.bins import write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
 SPLITS = "train", "val", "test"
+MOST_LABELS = 1000
 
 
 def read_dataset(folder, label_column="", text_column=""):
     """
     {split: (path, labels, texts, lines)} of a folder with the files train, val and perhaps test; the rest is as
     read_labelled gives it. ValueError (one line) if train or val is missing, a file is there twice, a row is bad, all
-    of train has one label, or another file has a label that train has not.
+    of train has one label or there are over 1,000, or another file has a label that train has not. stderr says which
+    tables have no header.
     """
     splits = {}
     for split in SPLITS:
@@ -31,15 +35,28 @@ def read_dataset(folder, label_column="", text_column=""):
                              "data/shakespeare_genre/prepare.py, or name another dataset")
         if found:
             splits[split] = found[0], *read_labelled(found[0], label_column, text_column)
+            is_table, first_line = found[0].suffix != ".jsonl", splits[split][3][0]
+            if is_table and first_line == 1 and os.environ.get("LOCAL_RANK", "0") == "0":   # one rank of a machine
+                print(f"{found[0]}: no header: the first row is data, its first column the label", file=sys.stderr)
     path, labels, _, _ = splits["train"]
     known = sorted(set(labels))
+    if len(known) > MOST_LABELS:
+        raise ValueError(f"{path}: {len(known):,} labels in {len(labels):,} rows, and at most {MOST_LABELS:,} are "
+                         "taken: is that column a text or an id? See label_column")
     if len(known) == 1:
         raise ValueError(f"{path}: all rows have the label {known[0]!r}, so there is nothing to learn")
+    known_set = set(known)
     for path, labels, _, lines in splits.values():
         for label, line in zip(labels, lines):
-            if label not in known:
-                raise ValueError(f"{path} line {line}: label {label!r} is none of train's: {', '.join(known)}")
+            if label not in known_set:
+                raise ValueError(f"{path} line {line}: label {label!r:.80} is none of train's: {listed(known)}")
     return splits
+
+
+def listed(names):
+    """Names for an error line, cut short."""
+    text = ", ".join(names)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def decode(content, name):
@@ -70,7 +87,8 @@ def read_labelled(path, label_column="", text_column=""):
         raise ValueError(f"{path}: {e.strerror}") from None
     read = json_rows if KINDS[path.suffix.lower()] is None else table_rows
     labels, texts, lines = [], [], []
-    for line, label, parts in read(path, content, label_column or "label", (text_column or "text").split(","),
+    text_names = [name.strip() for name in (text_column or "text").split(",")]
+    for line, label, parts in read(path, content, label_column.strip() or "label", text_names,
                                    named=bool(label_column or text_column)):
         if not label.strip():
             raise ValueError(f"{path} line {line}: no label")
@@ -90,17 +108,23 @@ def table_rows(path, content, label_name, text_names, named):
     rows = numbered(path, csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True))
     line, first = next(rows, (1, []))
     if not named and len(first) > 1 and first[0].strip().lstrip("-").isdecimal():
-        label, texts, rows = 0, range(1, len(first)), [(line, first), *rows]
+        label, texts, rows = 0, range(1, len(first)), itertools.chain([(line, first)], rows)
     elif first:
         names = [name.strip() for name in first]
         for name in [label_name, *text_names]:
             if name not in names:
-                raise ValueError(f"{path} line {line}: no column {name!r}, only {', '.join(names)}; "
+                raise ValueError(f"{path} line {line}: no column {name!r:.80}, only {listed(names)}; "
                                  "see label_column and text_column")
+            if names.count(name) > 1:
+                raise ValueError(f"{path} line {line}: {names.count(name)} columns have the name {name!r}: rename all "
+                                 "but one; text_column may name several")
         label, texts = names.index(label_name), [names.index(name) for name in text_names]
     for line, row in rows:
         if len(row) != len(first):
             raise ValueError(f"{path} line {line}: {len(row)} columns, and {len(first)} in the first row")
+        if separator == "\t" and any("\t" in field and "\n" in field for field in row):
+            raise ValueError(f"{path} line {line}: a field with a tab and a line break, so it seems that a quote has "
+                             "no other, and rows are lost in it; a quote that is text is doubled, in a quoted field")
         yield line, row[label], [row[i] for i in texts]
 
 
@@ -118,22 +142,34 @@ def numbered(path, reader):
             yield line, row
 
 
+def each_once(pairs):
+    """The dict of an object of JSON. ValueError if a key is there twice."""
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise ValueError("a key is there twice")
+    return row
+
+
 def json_rows(path, content, label_name, text_names, named):
     """Yields (line, label, [text]) of JSONL; a label may be an integer."""
     for line, text in enumerate(content.split("\n"), 1):
         if not text.strip():
             continue
         try:
-            row = json.loads(text)
+            row = json.loads(text, object_pairs_hook=each_once)
         except (ValueError, RecursionError) as e:
             raise ValueError(f"{path} line {line}: not JSON ({e})") from None
         if not isinstance(row, dict):
             raise ValueError(f"{path} line {line}: not an object but a {type(row).__name__}")
         for name in [label_name, *text_names]:
-            kinds = (str, int) if name == label_name else str
-            if not isinstance(row.get(name), kinds) or isinstance(row[name], bool):
-                raise ValueError(f"{path} line {line}: no {'label' if name == label_name else 'text'} under {name!r}, "
-                                 f"but {str(row.get(name)):.40}; it has {', '.join(row)}")
+            what, kinds, means = "text", str, "not text"
+            if name == label_name:
+                what, kinds, means = "label", (str, int), "not text or integer"
+            if name not in row:
+                raise ValueError(f"{path} line {line}: no {what} under {name!r:.80}; it has {listed(row)}")
+            if not isinstance(row[name], kinds) or isinstance(row[name], bool):
+                raise ValueError(f"{path} line {line}: no {what} under {name!r:.80}, but {json.dumps(row[name]):.40}, "
+                                 f"which is {means}")
         yield line, str(row[label_name]), [row[name] for name in text_names]
 
 
@@ -145,8 +181,10 @@ def write_labelled(out_dir, columns, splits, overwrite):
     for split, rows in splits.items():
         if not rows:
             raise ValueError(f"no rows for {split}.csv: give more text")
-        table = io.StringIO(newline="")
-        csv.writer(table, lineterminator="\n").writerows([columns, *rows])
+        table, quoting = io.StringIO(newline=""), csv.QUOTE_MINIMAL
+        if any("\r" in str(field) for row in rows for field in row):     # older Pythons leave such a field unquoted
+            quoting = csv.QUOTE_ALL
+        csv.writer(table, lineterminator="\n", quoting=quoting).writerows([columns, *rows])
         contents[split] = table.getvalue().encode()
     there = [path for split in SPLITS for kind in KINDS if (path := Path(out_dir, f"{split}{kind}")).exists()]
     other = [path for path in there if path.suffix != ".csv" or path.read_bytes() != contents[path.stem]]
@@ -175,10 +213,11 @@ def encode_rows(rows, encoder, labels, block_size):
             raise ValueError(f"{path} line {line}: {e}") from None
         cut += len(ids) > block_size
         tokens.append(ids[:block_size].astype("int64"))
+    numbers = {name: number for number, name in enumerate(labels)}
     for name, line in zip(names, lines):
-        if name not in labels:
-            raise ValueError(f"{path} line {line}: label {name!r} is none of the checkpoint's: {', '.join(labels)}")
-    return tokens, [labels.index(name) for name in names], cut
+        if name not in numbers:
+            raise ValueError(f"{path} line {line}: label {name!r:.80} is none of the checkpoint's: {listed(labels)}")
+    return tokens, [numbers[name] for name in names], cut
 
 
 def read_texts(path):

@@ -9,7 +9,6 @@ python scripts/classify.py --predict=FILE                       a text a line ->
 A dataset is a folder with train, val and perhaps test, each .csv, .tsv or .jsonl; docs/classify.md tells more.
 """
 import atexit
-import json
 import math
 import os
 import sys
@@ -21,14 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (barrier, begin_out_dir, changes, check_out_dir, excepthook, exit_codes, leave, load_start,
-                        on_rank0, save_checkpoint)
+from checkpoint import (barrier, begin_out_dir, check_out_dir, excepthook, exit_codes, leave, load_start, on_rank0,
+                        save_checkpoint)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import find_folder, hash64, shuffled
 from data.corpus import get_tokenizer
 from data.labelled import encode_rows, read_dataset, read_texts
 from model import GPT, GPTConfig, Linear
-from scripts.common import choose_device, confusion, find_classifier, printing
+from scripts.common import choose_device, confusion, draw_confusion, find_classifier, log_record, printing, tell
 from weights import read_full
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def require(condition, message):
 
 def say(message):
     if rank == 0:
-        print(message, flush=True, file=sys.stderr if predict else sys.stdout)
+        tell(message, sys.stderr if predict else sys.stdout)
 
 # ---- checks, ranks, rows, where to start: before the first write -----------------------------------------------------
 device, dtype = config['device'], config['dtype'] = choose_device(device, dtype)
@@ -103,13 +102,15 @@ tokens, targets = {}, {}    # {split: [int64 (length,)]}, {split: index of each 
 with one_line():
     columns = find_folder(dataset), label_column, text_column
     rows = {'predict': read_texts(predict)} if predict else read_dataset(*columns)
-    start = find_classifier(config, given, None if predict or eval_only else rows['train'])
+    start = find_classifier(config, given, None if predict or eval_only else rows)
     labels, model_args, meta, iter_num = (start[name] for name in ('labels', 'model_args', 'meta', 'iter_num'))
     encoder, block_size = get_tokenizer(meta['tokenizer']), model_args['block_size']
     for split in rows:
         tokens[split], indices, cut = encode_rows(rows[split], encoder, labels, block_size)
         targets[split] = torch.tensor(indices, device=device)
         say(f'{split}: {len(tokens[split]):,} rows, {cut:,} of them cut at block_size={block_size} tokens')
+    if not (predict or eval_only):
+        check_out_dir(out_dir, start['leftovers'])
 
 # ---- model -----------------------------------------------------------------------------------------------------------
 class Classifier(GPT):
@@ -127,7 +128,8 @@ torch.manual_seed(seed)
 model = raw_model = Classifier(GPTConfig(**model_args, dropout=dropout), len(labels)).to(device)
 optimizer = torch.optim.AdamW(raw_model.param_groups(weight_decay), lr=learning_rate, fused=device != 'mps')
 scaler = torch.amp.GradScaler(device, enabled=dtype == 'float16')
-load_start(start, raw_model, optimizer, scaler)         # from rank 0 to all
+with one_line():
+    load_start(start, raw_model, optimizer, scaler)     # from rank 0 to all
 if compile:
     raw_model.compile(dynamic=True)
 if distributed:
@@ -180,14 +182,12 @@ peak_lr = learning_rate * gradient_accumulation_steps if scale_lr else learning_
 
 def log(**record):
     if rank == 0:
-        with open(Path(out_dir, 'log.jsonl'), 'a') as file:
-            file.write(json.dumps(record) + '\n')
+        log_record(Path(out_dir, 'log.jsonl'), record)
 
+say('; '.join(start['told']))
 if not eval_only:
     with one_line():
-        check_out_dir(out_dir, start['leftovers'])
         on_rank0(begin_out_dir, out_dir, start, config, False)
-say('; '.join([f'from {start["resumed_from"] or init_from}', *changes(start, config, meta, model_args)]))
 say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; {epochs} epochs '
     f'of {steps_per_epoch:,} steps of {rows_per_step} rows')
 best_val_loss = start['best_val_loss']
@@ -198,8 +198,7 @@ while iter_num < last_step:
     # A step's rows are a pure function of (seed, epoch, step). Rank r takes every world_size-th from r on, as torch's
     # DistributedSampler does, but no row is repeated to make the ranks' shares equal.
     epoch, k = divmod(iter_num, steps_per_epoch)
-    step_rows = np.arange(k * rows_per_step, min((k + 1) * rows_per_step, num_rows))
-    step_rows = shuffled(step_rows, num_rows, seed, epoch)
+    step_rows = shuffled(np.arange(k * rows_per_step, min((k + 1) * rows_per_step, num_rows)), num_rows, seed, epoch)
     mine, step_loss = step_rows[rank::world_size], torch.zeros((), device=device)
     way = max(0, iter_num - warmup_iters) / max(1, all_steps - warmup_iters)       # 0 to 1 after the warm-up
     lr = peak_lr * min((iter_num + 1) / max(1, warmup_iters), (1 + math.cos(math.pi * way)) / 2)
@@ -238,12 +237,14 @@ while iter_num < last_step:
         progress = dict(model_args=model_args, iter_num=iter_num, best_val_loss=best_val_loss, labels=labels,
                         meta=meta, config=config, scaler=scaler.state_dict())
         save_checkpoint(out_dir, raw_model, optimizer, progress, True, improved, sharded=False, in_background=False)
-best = on_rank0(read_full, Path(out_dir, 'best.pt')) or {'model': {}}
-load_start(dict(sharded=False, has_optimizer=False, scaler={}, model=best['model']), raw_model, optimizer, scaler)
+with one_line():
+    best = on_rank0(read_full, Path(out_dir, 'best.pt')) or {'model': {}}
+    load_start(dict(sharded=False, has_optimizer=False, scaler={}, model=best['model']), raw_model, optimizer, scaler)
 split = 'test' if 'test' in rows else 'val'
 loss, accuracy, table = evaluate(split)
 say(f'[{split}] loss {loss:.3f} | acc {accuracy:.2%}')
-if rank == 0:
-    say(confusion(table, labels, None if eval_only else Path(out_dir, 'confusion.png'), f'{split}: rows'))
+say(confusion(table, labels))
+if rank == 0 and not eval_only:
+    draw_confusion(table, labels, Path(out_dir, 'confusion.png'), f'{split}: rows')
 barrier()       # no rank leaves while another still needs its connections
 exit_codes.append(0)

@@ -1,17 +1,19 @@
 """What the commands share: notes and errors of one line, arguments, and pictures."""
 import argparse
+import hashlib
 import io
+import json
 import math
 import os
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
-from configurator import fail
-from data.bins import find_folder, fingerprint, load_meta, write_file
+from configurator import fail, under_torchrun
+from data.bins import find_folder, load_meta, write_file
 from data.corpus import get_tokenizer
 
 
@@ -130,32 +132,85 @@ def choose_device(device, dtype):
         device = next(kind for kind in has if has[kind])
     if not has.get(device):
         fail(f'device={device}: expected auto or one of {", ".join(kind for kind in has if has[kind])}')
-    if dtype == 'auto' and device == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False):
-        dtype = 'bfloat16'
-    elif dtype == 'auto':
-        dtype = 'float32'
+    if device == 'mps' and under_torchrun():
+        fail('mps takes one process; use --device=cpu for several')
+    on_gpu_with_it = device == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == 'auto':
+        dtype = 'bfloat16' if on_gpu_with_it else 'float32'
     if dtype not in ('float32', 'bfloat16', 'float16'):
         fail(f'dtype={dtype}: expected float32, bfloat16 or float16')
+    if dtype == 'bfloat16' and device != 'cpu' and not on_gpu_with_it:
+        fail(f'{device} has no bfloat16: --dtype=float16 or float32')
+    if dtype == 'float16' and device == 'mps':
+        fail('dtype=float16 does not train on mps: --dtype=float32')
     return device, dtype
 
 
-def find_classifier(config, given, train):
+def tell(message, stream):
+    """A line of a run's; where it can not be printed, training goes on."""
+    try:
+        print(message, flush=True, file=stream)
+    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def log_record(path, record):
+    """Append {name: number} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
+    record = {name: value if math.isfinite(value) else None for name, value in record.items()}
+    try:
+        with open(path, 'a') as file:
+            file.write(json.dumps(record) + '\n')
+    except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
+        tell(f'warning: {path} is not written: {error.strerror}', sys.stdout)
+
+
+def find_classifier(config, given, rows):
     """
     Where a run of classify.py starts: the dict that checkpoint.load_start takes, of a checkpoint of ours or of the
-    weights to begin with, and its labels and meta. All ranks participate, rank 0 alone looks at the disk.
+    weights to begin with, its labels and meta, and what to tell the user. All ranks participate, rank 0 alone looks at
+    the disk.
 
-    config: the settings, whose shape of the model becomes that of the weights; given: which of them the user has set;
-    train: the rows to train on, (path, labels, texts, lines), or None: nothing is trained, and out_dir's best.pt is
-    taken. ValueError (one line) if there is none, or it does not fit.
+    config: the settings, whose shape of the model and tokenizer become those of the weights; given: which of them the
+    user has set; rows: what read_dataset gives, or None: nothing is trained, and out_dir's best.pt is taken.
+    ValueError (one line) if there is none, or it does not fit.
     """
-    from checkpoint import choose_start, from_rank0, must_fit, on_rank0
+    from checkpoint import OF_A_RUN, changes, choose_start, from_rank0, must_fit, on_rank0
     from weights import complete, read_checkpoint, read_full
     shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
-    settings, source = {**config, 'new_tokenizer': False}, config['init_from']
+    settings, source, out_dir = {**config, 'new_tokenizer': False}, config['init_from'], Path(config['out_dir'])
+    record = {}     # what tells today's rows from others
+    if rows:
+        sums = {split: hashlib.sha256(repr(rows[split][1:3]).encode()).hexdigest() for split in ('train', 'val')}
+        record = {'rows': sums, 'num_rows': len(rows['train'][1])}
+
+    def same_tokenizer(path, spec):
+        kind = spec if isinstance(spec, str) else spec['type']
+        if 'tokenizer' in given and config['tokenizer'] != kind:
+            raise ValueError(f'{path} has the tokenizer {kind!r}: leave out --tokenizer={config["tokenizer"]}')
+
+    def go_on(path, start):
+        """Checks that training goes on as if there had been no stop; told: what has changed all the same."""
+        then, meta = start['config'], start['meta']
+        told = changes(start, config, start['meta'], (*shape, 'tokenizer'))
+        a_step, now = (c['gradient_accumulation_steps'] * c['batch_size'] for c in (then, config))
+        num_rows = meta.get('num_rows', record['num_rows'])     # an older checkpoint does not know
+        for what, old, new in [('rows a step', a_step, now), ('rows in train', num_rows, record['num_rows'])]:
+            if old != new:
+                raise ValueError(f'{path} is of a run with {old:,} {what}, now it would be {new:,}, and rows would be '
+                                 'left out or come twice: keep that, or begin a new run in another out_dir')
+        if not (out_dir / 'best.pt').exists():
+            raise ValueError(f'{out_dir}/best.pt is missing, with which a run ends: put it back, or a copy of ckpt.pt')
+        read_full(out_dir / 'best.pt')      # it must load
+        for split, value in record['rows'].items():
+            if meta.get('rows', record['rows'])[split] != value:
+                told.append(f'the rows of {split}')
+                if split == 'val':      # its losses do not compare with the earlier ones
+                    start['best_val_loss'] = math.inf
+        return told
 
     def find():
-        path = Path(config['out_dir'], 'ckpt.pt' if train else 'best.pt')
-        if not train or source == 'resume' or (source == 'auto' and path.exists()):
+        path = Path(out_dir, 'ckpt.pt' if rows else 'best.pt')
+        if not rows or source == 'resume' or (source == 'auto' and path.exists()):
             start = read_full(path)
             if 'labels' not in start:
                 raise ValueError(f'{path} is not a checkpoint of classify.py')
@@ -163,26 +218,48 @@ def find_classifier(config, given, train):
             start['model_args'] = {name: args[name] for name in (*shape, 'vocab_size', 'gelu')}
             must_fit(path, start, settings, given.intersection(shape), start['meta'])
             get_tokenizer(start['meta']['tokenizer'])   # where it is not to be had, this is the place to say so
-            return {**start, 'resumed_from': str(path), 'leftovers': [], 'passed_over': {}}
-        path, names, texts, _ = train
+            same_tokenizer(path, start['meta']['tokenizer'])
+            told = [f'from {path}']
+            if rows:
+                told += go_on(path, start)
+            meta = {**start['meta'], **record}
+            return {**start, 'meta': meta, 'resumed_from': str(path), 'leftovers': [], 'passed_over': {}, 'told': told}
+        path, names, texts, _ = rows['train']
         if source in ('scratch', 'auto'):
-            if source == 'auto':    # what is there is of a run that died before its first ckpt.pt
+            if source == 'auto':    # a run that died before its first checkpoint leaves a log.jsonl alone
+                others = [name for name in OF_A_RUN if name != 'log.jsonl' and Path(out_dir, name).exists()]
+                if others and not config['overwrite']:
+                    raise ValueError(f'{out_dir} holds {" and ".join(others)}, but no ckpt.pt to go on from: another '
+                                     '--out_dir, or delete the earlier run by --overwrite=True')
                 settings.update(init_from='scratch', overwrite=True)
             spec = config['tokenizer']
             if spec == 'char':
                 spec = {'type': 'char', 'itos': sorted(set(''.join(texts)))}
             tokenizer = get_tokenizer(spec)
         else:
+            for place in (Path(source), Path(source, 'ckpt.pt'), Path(source, 'best.pt')):
+                is_ours = False
+                with suppress(ValueError):      # read_checkpoint says what is wrong, or takes another
+                    is_ours = place.is_file() and 'labels' in read_full(place)
+                if is_ours:
+                    raise ValueError(f'{place} is a classifier of classify.py: --init_from=resume goes on with one, '
+                                     'and a new run starts from gpt2, a Hugging Face folder or a run of train.py')
             ckpt = read_checkpoint(source)
             tokenizer = find_tokenizer(source, ckpt)
+            same_tokenizer(source, tokenizer.spec)
             if 'block_size' not in given:
                 settings['block_size'] = min(config['block_size'], ckpt['model_args']['block_size'])
-        meta = {'tokenizer': tokenizer.spec, 'vocab_size': tokenizer.vocab_size, 'fingerprint': fingerprint(path, {})}
-        return {**choose_start(settings, given, meta, shape), 'meta': meta, 'labels': sorted(set(names))}
+        meta = {'tokenizer': tokenizer.spec, 'vocab_size': tokenizer.vocab_size, **record}
+        start, told = choose_start(settings, given, meta, shape), [f'from {source}']
+        if start['leftovers']:
+            told.append(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}')
+        return {**start, 'meta': meta, 'labels': sorted(set(names)), 'told': told}
     start = on_rank0(find) or {}
     tensors = {name: start.pop(name, {}) for name in ('model', 'optimizer')}    # stay on rank 0
     start = from_rank0(start)
     config.update({name: start['model_args'][name] for name in shape})
+    spec = start['meta']['tokenizer']
+    config['tokenizer'] = spec if isinstance(spec, str) else spec['type']
     return {**start, **tensors, 'sharded': False, 'has_optimizer': start['resumed_from'] is not None}
 
 
@@ -221,28 +298,32 @@ def write_picture(figure, path):
         write_result(path, lambda file: figure.savefig(file, format=kind, dpi=120))
 
 
-def confusion(table, labels, path, title):
-    """
-    table (classes, classes): how many rows of a label, down, were given which, across. Returns a text with each label's
-    precision and recall, nan where the label was never given or has no rows; and draws the table into the file `path`,
-    None: nowhere, if matplotlib is there.
-    """
+def confusion(table, labels):
+    """table (classes, classes): how many rows of a label, down, were given which, across. Returns a text with each
+    label's precision and recall, nan where the label was never given or has no rows."""
     lines = [f'{"label":<20} {"rows":>7} {"precision":>10} {"recall":>10}']
     for label, right, given, there in zip(labels, table.diagonal(), table.sum(0), table.sum(1)):
         precision, recall = right / given if given else math.nan, right / there if there else math.nan
         lines.append(f'{label:<20} {there:>7,} {precision:>10.2%} {recall:>10.2%}')
-    plt = None
-    if path is not None:
-        plt = load_pyplot(path, required=False)
-    if plt:
-        names, size = [literal(label) for label in labels], min(12, 2 + len(labels))
-        figure, ax = plt.subplots(figsize=(size + 0.5, size), layout='constrained')
-        shares = table / table.sum(1, keepdims=True).clip(min=1)    # of the label's rows: the colour
-        ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
+    return '\n'.join(lines)
+
+
+def draw_confusion(table, labels, path, title):
+    """confusion's table as a picture in the file `path`, if matplotlib is there; a note if it can not be written."""
+    plt = load_pyplot(path, required=False)
+    if not plt:
+        return
+    names, size = [literal(label) for label in labels], min(12, 2 + len(labels))
+    figure, ax = plt.subplots(figsize=(size + 0.5, size), layout='constrained')
+    shares = table / table.sum(1, keepdims=True).clip(min=1)    # of the label's rows: the colour
+    ax.imshow(shares, cmap='Blues', vmin=0, vmax=1)
+    ax.set(title=title, xlabel='label given', ylabel='label of the row')
+    if len(labels) <= 20:       # of more, neither numbers nor names could be read
         for (i, j), count in np.ndenumerate(table):
             ax.text(j, i, f'{count:,}', ha='center', va='center', color='white' if shares[i, j] > 0.5 else 'black')
-        ax.set(title=title, xlabel='label given', ylabel='label of the row')
         ax.set_xticks(range(len(names)), names, rotation=90)
         ax.set_yticks(range(len(names)), names)
+    try:
         write_picture(figure, path)
-    return '\n'.join(lines)
+    except ValueError as error:
+        note(f'no picture: {error}')

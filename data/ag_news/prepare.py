@@ -41,7 +41,12 @@ def download(folder):
 def read(path):
     """[(name of the class, text)] of a file. ValueError (one line) with file and row for a bad one."""
     if path.suffix.lower() in KINDS:
-        labels, texts, lines = read_labelled(path)
+        columns = ()
+        if path.is_file():      # some copies of the original have a header
+            with open(path, "rb") as file:
+                if b"Class Index" in file.readline():
+                    columns = "Class Index", "Title,Description"
+        labels, texts, lines = read_labelled(path, *columns)
         rows = [(label, text, f"{path} line {line}") for label, text, line in zip(labels, texts, lines)]
         numbers = {str(number): name for number, name in enumerate(CLASSES, 1)}
     else:
@@ -59,6 +64,9 @@ def read(path):
             raise ValueError(f"{where}: class {label!r}, not one of {', '.join(map(str, numbers))}")
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{where}: no text")
+    missing = numbers.keys() - {label for label, _, _ in rows}
+    if missing:
+        raise ValueError(f"{path}: no row of class {', '.join(map(str, sorted(missing)))}: it is not the whole file")
     return [(numbers[label], text) for label, text, _ in rows]
 
 
