@@ -113,14 +113,27 @@ def lr_at(config, step):
 
 
 def ranks(x):
-    """The ranks of x (..., n) along its last axis, from 0; equal values in the order in which they stand."""
-    return np.argsort(np.argsort(x, -1, kind='stable'), -1, kind='stable').astype(np.float64)
+    """The ranks of x (..., n) along its last axis, from 0; equal values share the mean of theirs. float64."""
+    x = np.asarray(x)
+    order, place = np.argsort(x, -1), np.arange(x.shape[-1])
+    ordered = np.take_along_axis(x, order, -1)
+    differs = ordered[..., 1:] != ordered[..., :-1]
+    end = np.ones((*x.shape[:-1], 1), bool)
+    first = np.where(np.concatenate([end, differs], -1), place, 0)      # where a group of equal values begins
+    last = np.where(np.concatenate([differs, end], -1), place, place[-1])
+    first = np.maximum.accumulate(first, -1)
+    last = np.minimum.accumulate(last[..., ::-1], -1)[..., ::-1]
+    found = np.empty(x.shape)
+    np.put_along_axis(found, order, (first + last) / 2, -1)
+    return found
 
 
 def spearman(x, y):
-    """Spearman's correlation of the last axes of x (..., n) and y (..., n): that of their ranks."""
+    """Spearman's correlation of the last axes of x (..., n) and y (..., n): that of their ranks. NaN where all values
+    are equal."""
     x, y = (r - r.mean(-1, keepdims=True) for r in (ranks(x), ranks(y)))
-    return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+    with np.errstate(invalid='ignore'):
+        return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
 
 
 def choose_device(device, dtype):

@@ -289,12 +289,14 @@ def main():
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
     new = new_folder(args.to) if args.to else None
+    offset, value, visits, loss = by_window(samples)
+    if new and int(args.drop * len(offset)) == 0:
+        parser.error(f'--drop={args.drop} of {len(offset):,} scored windows is less than one: a larger share')
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f'--out={out}: {error.strerror}')
 
-    offset, value, visits, loss = by_window(samples)
     then, now = read_metas(out_dir, folder)
     if new:
         drop_worst(out_dir, config, then, offset, value, args.drop, new)

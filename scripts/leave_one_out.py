@@ -224,6 +224,10 @@ def main():
     recorded = (checkpoint['meta'] or {}).get('fingerprint')
     if recorded and recorded != fingerprint(train[0], meta):
         fail(f'{train[0]} was prepared anew since the run: other text under the same offsets')
+    per_step = config['gradient_accumulation_steps'] * config['batch_size']
+    samples = min(args.samples, per_step)
+    if samples < 3:
+        fail(f'{source}: a step has {per_step} samples, and a correlation needs at least 3')
     if config['dropout'] > 0:
         note('the run has dropout; here there is none')
 
@@ -233,7 +237,6 @@ def main():
     except OSError as error:
         fail(f'--out={out}: {error.strerror}')
     block, vocab = checkpoint['model_args']['block_size'], checkpoint['model_args']['vocab_size']
-    per_step = config['gradient_accumulation_steps'] * config['batch_size']
     seen, offsets, batches = checkpoint.get('samples_seen', t * per_step), [], []
     for h in range(max(horizon)):
         offsets.append(sample_offsets(config['data_order'], config['seed'], t + h, np.arange(per_step),
@@ -251,7 +254,6 @@ def main():
     model.load_state_dict(checkpoint['model'])
     state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
              in model.named_parameters()}
-    samples = min(args.samples, per_step)
 
     clip_coef, with_all, truth, values = measure(model, state, t, batches, windows, samples, horizon, config)
     rows = [[int(o), *map(float, value), *map(float, true)] for o, value, true in zip(offsets[0], values, truth)]

@@ -1,7 +1,7 @@
 """Does a value say what a window did for the run? Trains a small run again on random halves of its windows.
 
-python scripts/retrain.py OUT_DIR [--halves=100] [--jobs=N] [--windows=1000]
-python scripts/retrain.py OUT_DIR --compare=DATASET [--seeds=5] [--jobs=N] [--windows=1000]
+python scripts/retrain.py OUT_DIR [--halves=100] [--jobs=N] [--windows=1000] [--val=DATASET]
+python scripts/retrain.py OUT_DIR --compare=DATASET [--seeds=5] [--jobs=N] [--windows=1000] [--val=DATASET]
 
 OUT_DIR: a run of train.py on one process, from scratch, with use_ghost=True, data_order=epoch and ghost_interval=1.
 
@@ -9,14 +9,18 @@ The first form prints the linear datamodeling score of each value that the run w
 correlation of the real validation loss with the sum of the values of the windows left out. A half is the run again,
 with the same weights at the start, the same steps and batches, but a window that is left out (each with probability
 1/2) does not enter its batch, whose mean is over the rest. So nothing but the windows differs from the run that the
-values are of; on a dataset of its own a half would have other batches and orders, whose effect no value can know.
+values are of; on a dataset of its own a half would have other batches and orders, whose effect no value can know. A
+step whose windows are all left out is none: no weight decay and no momentum either. With few windows a step (4: one
+step in 16) this is part of what the halves differ by.
 
 The second form compares training on DATASET, which `data_value.py OUT_DIR --drop=0.2 --to=DATASET` has written, with
 training on a random choice of as many windows and on all, with each of N seeds for weights and order, in as many steps.
+Its validation windows share no token with those that the values were computed from.
 
 --jobs: trainings at a time; by default one per CPU core, or 8 on a GPU. --windows: how many evenly spread validation
-windows the loss is over. What is finished is kept in OUT_DIR/retrain/losses.jsonl, so a command that was stopped goes
-on where it was, and one that asks for more halves adds to them.
+windows the loss is over. --val: the dataset whose val.bin they are of; by default the one that the values are for. What
+is finished is kept in OUT_DIR/retrain/losses.jsonl, so a command that was stopped goes on where it was, and one that
+asks for more halves adds to them.
 """
 import hashlib
 import itertools
@@ -32,10 +36,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, fingerprint, hash64, read_tokens, sample_offsets
+from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
 from model import GPT, GPTConfig
 from scripts.common import fail, lr_at, note, one_line_parser, printing, spearman
 from scripts.data_value import by_window, read_ghost, without
@@ -119,6 +124,14 @@ def read_run(out_dir):
     recorded = (checkpoint['meta'] or {}).get('fingerprint')
     if recorded and recorded != fingerprint(bin[0], meta):
         raise ValueError(f'{bin[0]} was prepared anew since the run: other text under the same offsets')
+    ranks = json.loads(Path(out_dir, 'config.json').read_text(encoding='utf-8')).get('world_size', 1)
+    if ranks != 1 and config['dropout'] > 0:
+        raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {ranks} processes, each with draws of '
+                         'its own, which cannot be done again on one: this needs --dropout=0, or a run on one process')
+    here = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
+    if not here.get(config['device'].split(':')[0], True):
+        raise ValueError(f'{out_dir}: the run has device={config["device"]}, which this machine has not: do this '
+                         'on one that has it')
     return config, checkpoint['model_args'], steps
 
 
@@ -127,39 +140,76 @@ def tokens_of(dataset):
     return np.memmap(path, dtype, 'r')
 
 
-def do(out_dir, what, number, windows):
-    """Train once: a half ('half', its number), or with a seed on 'all', on a 'random N' windows fewer, or on a dataset.
-    Returns the validation loss and the training losses. Runs in a process of its own."""
+def drawn(out_dir):
+    """Where in val.bin the validation windows begin that the run's values were computed from: int64 (n,)."""
+    folder, found = Path(out_dir, 'grad_dotprods'), []
+    for path in sorted(folder.glob('*.safetensors')):
+        name = 'offset' if path.name == 'valset.safetensors' else 'val_offset'
+        with safe_open(path, 'numpy') as file:
+            if name in file.keys():
+                found.append(file.get_tensor(name).ravel())
+    if not found:
+        raise ValueError(f'{folder}: no valset.safetensors and no val_offset: which validation windows the values are '
+                         'of is not known')
+    return np.unique(np.concatenate(found))
+
+
+def validation_windows(config, name, number, apart):
+    """(bin, where windows of its tokens begin (n,)): at most `number` of them, evenly spread over the val.bin of a
+    dataset; '': the one that the values are for. None has a token of the windows there that begin at `apart`.
+    ValueError (one line) if they leave less than a tenth of it."""
+    block, (own, _) = config['block_size'], find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')
+    val, meta = own, {}
+    if name:
+        val, meta = find_bin(name, 'val')
+        _, trained = find_bin(config['dataset'], 'train')
+        known = [record['tokenizer'] for record in (meta, trained) if record.get('tokenizer')]
+        if len(known) == 2 and known[0] != known[1]:
+            raise ValueError(f'--val={name} has another tokenizer than {config["dataset"]}: same ids, other words')
+    free = np.ones(max(0, val[2] - block), bool)
+    if fingerprint(val[0], {}) == fingerprint(own[0], {}):
+        for offset in apart:
+            free[max(0, offset - block):offset + block + 1] = False
+    offsets = np.flatnonzero(free)
+    if len(offsets) == 0 or len(offsets) < len(free) / 10:
+        raise ValueError(f'{val[0]} has too little text that the values were not computed from; name another dataset '
+                         'to judge them on: --val=DATASET')
+    number = min(number, len(offsets))
+    return val, offsets[np.arange(number) * len(offsets) // number]
+
+
+def do(out_dir, what, number, val, offsets):
+    """Train once: a half ('half', its number), or with a seed on 'all', on a 'random N' windows fewer, or on a 'dataset
+    NAME'. Returns the loss over the windows of val (a bin) at offsets, and the training losses. Runs in a process of
+    its own."""
     torch.set_num_threads(1)
     config, model_args, steps = read_run(out_dir)
-    val, _ = find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')
     block, half, seed = config['block_size'], None, number
     if what == 'half':
         half, seed = number, config['seed']
         if number < 0:      # the run itself
             half = None
-    dataset = config['dataset']
-    if what not in ('half', 'all') and not what.startswith('random '):
-        dataset = what
-    tokens = tokens_of(dataset)
+    tokens = tokens_of(dataset_of(what, config))
     if what.startswith('random '):
         dropped = np.zeros((len(tokens) - 1) // block, bool)
         dropped[np.random.default_rng(seed).permutation(len(dropped))[:int(what.split()[1])]] = True
         tokens = without(tokens, dropped, block)
     model, losses = train(config, model_args, tokens, steps, seed, half)
-    number = min(windows, val[2] - block)
-    offsets = np.arange(number) * (val[2] - block) // number
     return validate(model, config, read_tokens(val, offsets, block + 1, model_args['vocab_size'])), losses
 
 
-def finished(out_dir, tasks, windows, jobs):
+def dataset_of(what, config):
+    return what.removeprefix('dataset ') if what.startswith('dataset ') else config['dataset']
+
+
+def finished(out_dir, tasks, val, offsets, jobs):
     """Yields (task, what do() returns) in the order in which they are finished."""
     if jobs == 1:
         for task in tasks:
-            yield task, do(out_dir, *task, windows)
+            yield task, do(out_dir, *task, val, offsets)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context('spawn')) as pool:
-        futures = {pool.submit(do, out_dir, *task, windows): task for task in tasks}
+        futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -169,43 +219,65 @@ def finished(out_dir, tasks, windows, jobs):
             pool.shutdown(cancel_futures=True)
 
 
-def do_all(out_dir, tasks, windows, jobs):
-    """{task: validation loss} of tasks (what, number). Each is appended to losses.jsonl as soon as it is there, and one
-    that is there already is not done again."""
-    path = out_dir / 'retrain' / 'losses.jsonl'
-    path.parent.mkdir(exist_ok=True)
-    run = hashlib.sha256((out_dir / 'config.json').read_bytes()).hexdigest()[:12]      # a run anew has other losses
-    done = {}
+def json_lines(path):
+    """The objects of a file's lines; without the last one, if a kill has cut it. [] if there is no file."""
+    found = []
     if path.is_file():
         for line in path.read_text(encoding='utf-8').splitlines():
             try:
-                row = json.loads(line)
-            except ValueError:      # the last one, if a kill has cut it
+                found.append(json.loads(line))
+            except ValueError:
                 continue
-            if row['run'] == run and row['windows'] == windows:
-                done[row['what'], row['number']] = row['loss']
-        if not path.read_bytes().endswith(b'\n'):
-            with open(path, 'a') as file:
-                file.write('\n')
+    return found
+
+
+def key_of(out_dir, what, config, steps, val, offsets):
+    """A hash of what a result depends on beside what was trained, and with which number: the run, the tokens trained
+    on, and those that the loss is over."""
+    (train_bin, _, _), meta = find_bin(dataset_of(what, config), 'train')
+    val_bin = Path(val[0])
+    parts = [Path(out_dir, 'config.json').read_text(encoding='utf-8'), steps, fingerprint(train_bin, meta),
+             fingerprint(val_bin, load_meta(val_bin.parent)), offsets.tolist()]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
+    """{task: its row of losses.jsonl} of tasks (what, number): dicts with loss, over the windows of val at offsets, and
+    gap, far_from_log's. Each is appended to losses.jsonl as soon as it is there, and none is done twice."""
+    path = out_dir / 'retrain' / 'losses.jsonl'
+    path.parent.mkdir(exist_ok=True)
+    keys = {what: key_of(out_dir, what, config, steps, val, offsets) for what, _ in tasks}
+    done = {}
+    for row in json_lines(path):
+        if row['run'] == keys.get(row['what']):
+            done[row['what'], row['number']] = row
+    if path.is_file() and not path.read_bytes().endswith(b'\n'):
+        with open(path, 'a') as file:
+            file.write('\n')
     todo = [task for task in tasks if task not in done]
     began = time.perf_counter()
-    for count, ((what, number), (loss, losses)) in enumerate(finished(out_dir, todo, windows, jobs), 1):
+    for count, ((what, number), (loss, losses)) in enumerate(finished(out_dir, todo, val, offsets, jobs), 1):
+        row = dict(run=keys[what], what=what, number=number, steps=steps, windows=len(offsets), loss=loss)
         if number < 0:
-            compare_with_log(out_dir, losses)
-        done[what, number] = loss
+            row['gap'] = far_from_log(out_dir, losses)
+        done[what, number] = row
         with open(path, 'a') as file:
-            file.write(json.dumps(dict(run=run, what=what, number=number, windows=windows, loss=loss)) + '\n')
+            file.write(json.dumps(row) + '\n')
         left = (time.perf_counter() - began) / count * (len(todo) - count)
         if count % max(1, len(todo) // 10) == 0:
             note(f'{count} of {len(todo)} trained, {left / 60:.1f} minutes left')
     return {task: done[task] for task in tasks}
 
 
-def compare_with_log(out_dir, losses):
-    """Say how far the losses of the run done again are from those that train.py logged."""
-    rows = [json.loads(line) for line in (out_dir / 'log.jsonl').read_text(encoding='utf-8').splitlines()]
-    far = max(abs(losses[row['iter']] - row['loss']) for row in rows if 'loss' in row and row['iter'] < len(losses))
+def far_from_log(out_dir, losses):
+    """How far the losses of the run done again are at most from those that train.py logged; None if it logged none."""
+    gaps = [abs(losses[row['iter']] - row['loss']) for row in json_lines(out_dir / 'log.jsonl')
+            if row.get('loss') is not None and row['iter'] < len(losses)]
+    if not gaps:
+        return None
+    far = float(np.max(gaps))
     note(f'the whole run again: training losses at most {far:.1e} from those in log.jsonl')
+    return far
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
@@ -213,26 +285,38 @@ def bootstrap(sums, loss, draws=1000):
     """2.5th and 97.5th percentile (2, kinds) of Spearman's correlation of sums (kinds, halves) with loss (halves,), and
     of its difference to the first kind's, over halves drawn with replacement."""
     generator, found = np.random.default_rng(0), []
-    for _ in range(draws):
+    while len(found) < draws:
         some = generator.integers(len(loss), size=len(loss))
-        found.append(spearman(sums[:, some], loss[some]))
+        if np.ptp(some) > 0:        # one half alone, again and again, has no correlation
+            found.append(spearman(sums[:, some], loss[some]))
     found = np.array(found)                                                     # (draws, kinds)
     return np.percentile(found, (2.5, 97.5), 0), np.percentile(found - found[:, :1], (2.5, 97.5), 0)
 
 
-def score(out_dir, config, steps, halves, windows, jobs):
+def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
     """Print the linear datamodeling score of each kind of value."""
+    if config['gradient_accumulation_steps'] * config['batch_size'] < 2:
+        fail(f'{out_dir}: the run has one window a step, and half of the steps of a half would be none: this needs at '
+             'least 2', 1)
+    val, at = validation_windows(config, val_dataset, windows, apart=[])
     offset, value, visits, loss = by_window(read_ghost(out_dir)[1])
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
-    trained = do_all(out_dir, [('half', number) for number in range(-1, halves)], windows, jobs)
-    real = np.array([trained['half', number] for number in range(halves)])
+    tasks = [('half', number) for number in range(-1, halves)]
+    trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
+    real = np.array([trained['half', number]['loss'] for number in range(halves)])
     left_out = np.array([~kept_in(half, offset // config['block_size']) for half in range(halves)])  # (halves, windows)
     sums = np.array([left_out @ its for its in kinds.values()])                 # (kinds, halves)
     scores, (intervals, differences) = spearman(sums, real), bootstrap(sums, real)
     print(f'{halves} halves of {len(offset):,} windows, {visits.mean():.1f} visits each; {steps:,} steps, '
           f'learning rate {config["learning_rate"]:g}, seed {config["seed"]}')
-    print(f'validation loss {trained["half", -1]:.4f} on all; on a half {real.mean():.4f}, standard deviation '
+    print(f'validation loss {trained["half", -1]["loss"]:.4f} on all; on a half {real.mean():.4f}, standard deviation '
           f'{real.std():.4f}\n')
+    gap = trained['half', -1]['gap']
+    if gap is None:
+        print('WARNING: log.jsonl has no loss that the run done again could be held against\n')
+    elif not gap <= 1e-3:       # NaN too
+        print(f'WARNING: done again, the run has training losses up to {gap:.1e} away from those in log.jsonl. The '
+              'values are\nof another run than the halves, and the scores say little about them.\n')
     print(f'{"kind":<10} {"LDS":>7}  {"95% interval":<16}  minus the first')
     for kind, s, (low, high), (below, above) in zip(kinds, scores, intervals.T, differences.T):
         print(f'{kind:<10} {s:>7.3f}  {f"{low:.3f} to {high:.3f}":<16}  {below:.3f} to {above:.3f}')
@@ -245,19 +329,23 @@ def p_value(differences):
     return np.mean(np.abs(signs @ differences) >= abs(differences.sum()) - 1e-12)
 
 
-def compare(out_dir, config, steps, dataset, seeds, windows, jobs):
-    """Print the validation loss after training on a dataset, on a random choice of as many windows, and on all."""
+def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
+    """Print the validation loss after training on a dataset, on a random choice of as many windows, and on all; over
+    validation windows that the values know nothing of."""
     tokens, fewer, block = tokens_of(config['dataset']), tokens_of(dataset), config['block_size']
     number = (len(tokens) - len(fewer)) // block
     if number <= 0 or number * block != len(tokens) - len(fewer):
         fail(f'--compare={dataset}: not {config["dataset"]} without some windows of {block} tokens: make it by '
              'data_value.py --drop')
-    rows = {'all': 'all', 'at random': f'random {number}', dataset: dataset}
+    val, at = validation_windows(config, val_dataset, windows, drawn(out_dir))
+    rows = {'all': 'all', 'at random': f'random {number}', dataset: f'dataset {dataset}'}
     numbers = [config['seed'] + 1 + i for i in range(seeds)]    # not the run's own, which the values know
-    trained = do_all(out_dir, [(what, seed) for seed in numbers for what in rows.values()], windows, jobs)
-    losses = {name: np.array([trained[what, seed] for seed in numbers]) for name, what in rows.items()}
+    tasks = [(what, seed) for seed in numbers for what in rows.values()]
+    trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
+    losses = {name: np.array([trained[what, seed]['loss'] for seed in numbers]) for name, what in rows.items()}
     print(f'{number:,} of {(len(tokens) - 1) // block:,} windows left out; {steps:,} steps, learning rate '
-          f'{config["learning_rate"]:g}, seeds {numbers[0]} to {numbers[-1]}\n')
+          f'{config["learning_rate"]:g}, seeds {numbers[0]} to {numbers[-1]}')
+    print(f'loss over {len(at):,} windows of {val[0]} that the values were not computed from\n')
     print(f'{"trained on":<24} {"loss":>8} {"std":>8} {"minus random":>13} {"p":>6}')
     for name, loss in losses.items():
         difference = loss - losses['at random']
@@ -266,10 +354,11 @@ def compare(out_dir, config, steps, dataset, seeds, windows, jobs):
 
 
 def main():
-    usage = 'OUT_DIR [--halves=N] [--compare=DATASET] [--seeds=N] [--jobs=N] [--windows=N]'
+    usage = 'OUT_DIR [--halves=N] [--compare=DATASET] [--seeds=N] [--jobs=N] [--windows=N] [--val=DATASET]'
     parser = one_line_parser(__doc__, usage)
     parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
     parser.add_argument('--compare', metavar='DATASET')
+    parser.add_argument('--val', metavar='DATASET', default='')
     for name, default in (('halves', 100), ('seeds', 5), ('jobs', 0), ('windows', 1000)):
         parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
     args = parser.parse_args()
@@ -280,9 +369,9 @@ def main():
     if jobs == 0:
         jobs = 8 if config['device'].startswith('cuda') else os.cpu_count()
     if args.compare:
-        compare(args.out_dir, config, steps, args.compare, args.seeds, args.windows, jobs)
+        compare(args.out_dir, config, steps, args.compare, args.seeds, args.windows, args.val, jobs)
     else:
-        score(args.out_dir, config, steps, args.halves, args.windows, jobs)
+        score(args.out_dir, config, steps, args.halves, args.windows, args.val, jobs)
 
 
 if __name__ == '__main__':

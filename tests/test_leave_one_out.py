@@ -57,19 +57,51 @@ def test_effect_against_central_differences(grad_clip, muon):
         assert abs(effect - difference) < 1e-6 * max(abs(effect), 1e-3), (i, effect, difference)
     # measure() puts the same together, and leaves the model as it was
     put(model, weights)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state_before = {name: {key: tensor.clone() for key, tensor in s.items()} for name, s in state.items()}
     _, with_all, truth, values = measure(model, state, 7, [X], windows, 4, [1], config)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, state_before[name][key]) for name, s in state.items() for key, tensor in s.items())
     assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-12
     assert abs(truth[3, 0] - (loss_with(3, -1.0) - with_all[0])) < 1e-12
     assert abs(values[3, 2] - effect) < 1e-12
-    put(model, weights)
+
+
+OPTIONS = ['--out_dir=run', '--use_ghost=True', '--ghost_save_interval=1', '--data_order=epoch', '--grad_clip=0.5']
+
+
+def same_step(folder):
+    """Whether step() goes from the checkpoint in folder/before to the one in folder/run, one step of train.py later."""
+    checkpoint, after = ckpt_of(folder / 'before'), ckpt_of(folder / 'run')
+    scored = load_file(folder / 'run' / 'grad_dotprods' / f'iter_{after["iter_num"]:06d}.safetensors')
+    model = GPT(GPTConfig(**checkpoint['model_args']))
+    model.load_state_dict(checkpoint['model'])
+    tokens = np.fromfile(os.path.join(checkpoint['config']['dataset'], 'train.bin'), '<u2').astype(np.int64)
+    batch = torch.from_numpy(np.stack([tokens[o:o + 33] for o in scored['offset'][0]]))
+    weights, state = {name: p.detach() for name, p in model.named_parameters()}, checkpoint['optimizer']['state']
+    mine, state = step(weights, clip(gradient_of(model, batch), 0.5)[0], state, scored['lr'].item(),
+                       checkpoint['config'])
+    assert max((mine[name] - after['model'][name]).abs().max() for name in mine) < 2e-6
+    for name, s in after['optimizer']['state'].items():
+        assert s.keys() == state[name].keys()
+        assert all(np.allclose(state[name][key], tensor, rtol=1e-3, atol=1e-7) for key, tensor in s.items()), name
+    return state
+
+
+@needs_muon
+def test_step_of_muon_against_a_run(tmp_path, fork):
+    fork(tmp_path, *OPTIONS, '--optimizer=muon', '--max_iters=3')
+    shutil.copytree(tmp_path / 'run', tmp_path / 'before')
+    fork(tmp_path, *OPTIONS, '--optimizer=muon', '--max_iters=4', '--init_from=resume')
+    state = same_step(tmp_path)
+    assert sum('momentum_buffer' in s for s in state.values()) == 8
 
 
 def test_against_a_run(tmp_path, fork):
     """Its dots are those that train.py writes for the step, and its step gives train.py's next weights."""
-    options = ['--out_dir=run', '--use_ghost=True', '--ghost_save_interval=1', '--data_order=epoch', '--grad_clip=0.5']
-    fork(tmp_path, *options, '--max_iters=6')
+    fork(tmp_path, *OPTIONS, '--max_iters=6')
     shutil.copytree(tmp_path / 'run', tmp_path / 'before')
-    fork(tmp_path, *options, '--max_iters=7', '--init_from=resume')
+    fork(tmp_path, *OPTIONS, '--max_iters=7', '--init_from=resume')
     done = fork(tmp_path, 'before', '--samples=5', '--horizon=1,3', script=SCRIPT, tiny_args=False)
     assert '5 of 8 samples' in done.out and len(done.out.splitlines()) == 6
     scored = load_file(tmp_path / 'run' / 'grad_dotprods' / 'iter_000007.safetensors')
@@ -81,15 +113,8 @@ def test_against_a_run(tmp_path, fork):
     assert np.corrcoef(truth, effect)[0, 1] > 0.95
     assert (tmp_path / 'before' / 'leave_one_out' / 'step6.png').is_file()
 
-    checkpoint, after = ckpt_of(tmp_path / 'before'), ckpt_of(tmp_path / 'run')
-    model = GPT(GPTConfig(**checkpoint['model_args']))
-    model.load_state_dict(checkpoint['model'])
-    tokens = np.fromfile(os.path.join(checkpoint['config']['dataset'], 'train.bin'), '<u2').astype(np.int64)
-    batch = torch.from_numpy(np.stack([tokens[o:o + 33] for o in scored['offset'][0]]))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    mine, _ = step(weights, clip(gradient_of(model, batch), 0.5)[0], checkpoint['optimizer']['state'],
-                   scored['lr'].item(), checkpoint['config'])
-    assert max((mine[name] - after['model'][name]).abs().max() for name in mine) < 2e-6
-
+    same_step(tmp_path)
     for args, what in ((['run/log.jsonl'], 'log.jsonl'), (['before', '--horizon=0'], '--horizon')):
         assert what in fork(tmp_path, *args, script=SCRIPT, tiny_args=False, rc=None).err
+    fork(tmp_path, '--out_dir=two', '--max_iters=1', '--gradient_accumulation_steps=1', '--batch_size=2')
+    assert 'a step has 2 samples' in fork(tmp_path, 'two', script=SCRIPT, tiny_args=False, rc=2)

@@ -11,9 +11,10 @@ import torch
 from conftest import ROOT, ckpt_of, log_of
 
 sys.path.insert(0, ROOT)
-from scripts.common import spearman  # noqa: E402
+from scripts import retrain  # noqa: E402
+from scripts.common import ranks, spearman  # noqa: E402
 from scripts.data_value import by_window, read_ghost, without, without_domains  # noqa: E402
-from scripts.retrain import kept_in, p_value, read_run, tokens_of, train  # noqa: E402
+from scripts.retrain import bootstrap, drawn, kept_in, p_value, read_run, tokens_of, train, validation_windows  # noqa: E402
 
 SCRIPT, DATA_VALUE = (os.path.join(ROOT, 'scripts', f'{name}.py') for name in ('retrain', 'data_value'))
 
@@ -53,7 +54,8 @@ def test_halves_and_what_they_print(run, fork):
     offset, value, _, _ = by_window(read_ghost(run)[1])
     loss = {json.loads(row)['number']: json.loads(row)['loss'] for row in rows}
     sums = np.array([value[~kept_in(half, offset // 32)].sum() for half in range(4)])
-    score = spearman(sums, np.array([loss[half] for half in range(4)]))
+    places = [np.array([sorted(x).index(one) for one in x]) for x in (sums, [loss[half] for half in range(4)])]
+    score = 1 - 6 * ((places[0] - places[1]) ** 2).sum() / (4 * (4 ** 2 - 1))
     line = next(line for line in done.out.splitlines() if line.startswith('value '))
     assert float(line.split()[1]) == pytest.approx(score, abs=6e-4)
     shares = [kept_in(half, np.arange(1000)).mean() for half in range(20)]
@@ -75,10 +77,33 @@ def test_dropping_the_worst(run, fork):
     fork(run.parent, f'--dataset={better}', '--out_dir=more', '--max_iters=1')
     done = fork(run.parent, 'run', '--compare=./better', '--seeds=2', '--jobs=1', '--windows=8', script=SCRIPT,
                 tiny_args=False, rc=None)
-    assert [line.split()[0] for line in done.out.splitlines()[3:]] == ['all', 'at', './better'], done.err
+    table = done.out.splitlines()[4:]
+    assert [line.split()[0] for line in table] == ['all', 'at', './better'], done.err
+    rows = retrain.json_lines(run / 'retrain' / 'losses.jsonl')
+    losses = {row['what'].split()[0]: {} for row in rows}
+    for row in rows:
+        losses[row['what'].split()[0]][row['number']] = row['loss']
+    other = losses['random']
+    assert sorted(other) == [1338, 1339] and len({*other.values(), *losses['all'].values()}) == 4
+    for line, kind in zip(table, ('all', 'random', 'dataset')):
+        its = [losses[kind][seed] for seed in sorted(other)]
+        mean, std, minus = (float(cell) for cell in line.replace('at random', 'random').split()[1:4])
+        assert mean == pytest.approx(sum(its) / 2, abs=6e-5)
+        assert std == pytest.approx(abs(its[0] - its[1]) / 2 ** 0.5, abs=6e-5)
+        assert minus == pytest.approx((sum(its) - sum(other.values())) / 2, abs=1.1e-4)
+    # another dataset under the same name is trained on, and what was trained on the others stays
+    fork(run.parent, 'run', '--drop=0.1', '--to=./other', script=DATA_VALUE, tiny_args=False, rc=None)
+    better.rename(run.parent / 'before')
+    (run.parent / 'other').rename(better)
+    done = fork(run.parent, 'run', '--compare=./better', '--seeds=2', '--jobs=1', '--windows=8', script=SCRIPT,
+                tiny_args=False, rc=None)
+    more = retrain.json_lines(run / 'retrain' / 'losses.jsonl')
+    assert [row['what'].split()[0] for row in more[len(rows):]] == ['random', 'dataset'] * 2, done.err
+    assert more[-1]['loss'] != rows[-1]['loss'] and f'{int(0.1 * len(value)):,} of' in done.out
     for script, args, what in ((DATA_VALUE, ['run', '--drop=0.2', '--to=./better'], 'is there already'),
                                (DATA_VALUE, ['run', '--drop=2', '--to=./best'], '--drop'),
                                (SCRIPT, ['run', f'--compare={Path(tokens.filename).parent}'], '--compare'),
+                               (DATA_VALUE, ['run', '--drop=0.0001', '--to=./best'], 'less than one'),
                                (SCRIPT, ['more'], 'use_ghost')):
         failed = fork(run.parent, *args, script=script, tiny_args=False, rc=None)
         line = failed if isinstance(failed, str) else failed.err
@@ -95,3 +120,89 @@ def test_windows_and_domains_without():
 def test_p_value():
     assert p_value(np.array([-1.0, -2.0, -3.0, -1.0, -2.0])) == 2 / 32
     assert p_value(np.array([1.0, -1.0])) == 1
+
+
+def test_ranks_and_spearman():
+    assert ranks([3, 1, 3, 2, 3]).tolist() == [3, 0, 3, 1, 3]
+    assert ranks(np.array([[1, 1, 2], [5, 4, 4]])).tolist() == [[0.5, 0.5, 2], [2, 0.5, 0.5]]
+    assert spearman([86, 97, 99, 100, 101], [2, 20, 28, 27, 50]) == pytest.approx(1 - 6 * 2 / (5 * 24))
+    assert spearman([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)     # by hand, with a tie
+    assert np.isnan(spearman([1, 1, 1], [1, 2, 3]))
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 5, (2, 3, 40))
+    below = [[(row < one).sum() + ((row == one).sum() - 1) / 2 for one in row] for row in x]
+    assert ranks(x).tolist() == below
+    try:
+        from scipy.stats import spearmanr
+    except ImportError:
+        return
+    assert spearman(x, y) == pytest.approx([spearmanr(a, b)[0] for a, b in zip(x, y)])
+
+
+def test_bootstrap_is_not_biased_by_halves_drawn_twice():
+    """Of sums of the other sign it gives the mirrored interval, also of four halves."""
+    draw = np.random.default_rng(1)
+    sums, loss = draw.normal(size=4), draw.normal(size=4)
+    (low, high), _ = bootstrap(np.stack([sums, -sums]), loss)
+    assert low == pytest.approx(-high[::-1])
+    assert low[0] < spearman(sums, loss) < high[0]
+
+
+def test_what_the_values_know_is_not_judged_on(run, fork, tmp_path, monkeypatch):
+    """Validation windows apart from those of ghost; the random arm; runs that cannot be done again."""
+    config, _, steps = read_run(run)
+    own, known = validation_windows(config, '', 10 ** 9, []), drawn(run)
+    assert len(known) == 4 and len(own[1]) == own[0][2] - 32
+    val, offsets = validation_windows(config, '', 10 ** 9, known)
+    covered = {token for offset in known.tolist() for token in range(offset, offset + 33)}
+    wanted = [at for at in range(val[2] - 32) if covered.isdisjoint(range(at, at + 33))]
+    assert offsets.tolist() == wanted
+    few = validation_windows(config, config['dataset'], 8, known)[1]       # the same val.bin by its name
+    assert len(few) == 8 and set(few.tolist()) <= set(wanted)
+    with pytest.raises(ValueError, match='--val=DATASET'):
+        validation_windows(config, '', 8, np.arange(0, val[2], 33))
+
+    seen = []
+    monkeypatch.setattr(retrain, 'train', lambda *args: seen.append(args) or (None, [1.0]))
+    monkeypatch.setattr(retrain, 'validate', lambda model, config, windows: len(windows))
+    for seed in (5, 6):
+        assert retrain.do(run, 'random 100', seed, val, few) == (8, [1.0])
+    tokens, windows = tokens_of(config['dataset']), []
+    for _, _, left, _, seed, half in seen:
+        assert len(left) == len(tokens) - 100 * 32 and half is None
+        whole = [tuple(tokens[at:at + 32]) for at in range(0, len(tokens) - 32, 32)]
+        rest = iter(whole)
+        assert all(tuple(left[at:at + 32]) in rest for at in range(0, len(left) - 32, 32))      # in their order
+        windows.append(left.tobytes())
+    assert windows[0] != windows[1]
+
+    keys = [retrain.key_of(run, 'all', config, some, val, at) for some, at in
+            ((steps, few), (steps, few), (steps + 1, few), (steps, offsets))]
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert retrain.far_from_log(tmp_path, [1.0]) is None
+    (tmp_path / 'log.jsonl').write_text('{"iter": 0, "loss": null}\n{"iter": 1, "loss": 2.0}\n{"iter": 2, "lo')
+    assert retrain.far_from_log(tmp_path, [1.0]) is None and retrain.far_from_log(tmp_path, [1.0, 2.5]) == 0.5
+
+    saved = (run / 'config.json').read_text()
+    (run / 'config.json').write_text(json.dumps({**json.loads(saved), 'world_size': 2}))
+    with pytest.raises(ValueError, match='dropout=0.1 on 2 processes'):
+        read_run(run)
+    (run / 'config.json').write_text(saved)
+    whole = retrain.read_checkpoint(str(run))
+    monkeypatch.setattr(retrain, 'read_checkpoint', lambda _: {**whole, 'config': {**config, 'device': 'cuda:0'}})
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(ValueError, match='device=cuda:0'):
+        read_run(run)
+
+
+def test_a_run_that_is_not_the_same_again_is_told_beside_the_table(run, monkeypatch, capsys):
+    config, _, steps = read_run(run)
+    for gap, told in ((1e-7, None), (0.03, 'up to 3.0e-02 away'), (float('nan'), 'up to nan away'), (None, 'no loss')):
+        monkeypatch.setattr(retrain, 'do_all', lambda _, tasks, *__: {
+            task: dict(loss=2 + task[1] / 10, gap=gap) for task in tasks})
+        retrain.score(run, config, steps, 4, 8, '', 1)
+        out = capsys.readouterr().out
+        assert ('WARNING' in out) == (told is not None) and (told or '') in out
+    with pytest.raises(SystemExit):
+        retrain.score(run, {**config, 'gradient_accumulation_steps': 1, 'batch_size': 1}, steps, 4, 8, '', 1)
+    assert 'one window a step' in capsys.readouterr().err
