@@ -132,7 +132,8 @@ def test_two_runs_in_one_folder(fork, tiny, tmp_path):
 @pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGTERM])
 def test_a_lost_terminal_saves(tiny, tmp_path, number):
     run = start_train(tmp_path, f'--dataset={tiny}', '--max_iters=100000', '--eval_interval=100000',
-                      stdout=subprocess.DEVNULL)       # a full pipe would hold it up
+                      stdout=subprocess.DEVNULL,       # a full pipe would hold it up
+                      preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))     # under nohup one is ignored
     wait_for(tmp_path / 'out' / 'log.jsonl')
     run.send_signal(number)
     assert run.wait(60) == 128 + number, run.stderr.read()
