@@ -389,7 +389,7 @@ if use_fsdp:
 raw_model.to_empty(device=weights_device)
 raw_model.tie()                         # to_empty has made two tensors of the embedding and the head
 if rope:
-    raw_model.turns = raw_model.turns.to(device)    # fsdp_cpu_offload keeps parameters alone in host memory
+    raw_model.turns = raw_model.turns.to(device)    # also where parameters stay in host memory
 params = {name: p for name, p in raw_model.named_parameters() if p.requires_grad}     # tied ones once
 
 fused = device_type in ('cuda', 'cpu')
