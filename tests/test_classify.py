@@ -112,9 +112,9 @@ for epoch in range(2):
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
         record = records[6 * epoch + k]
         assert abs(record['loss'] - loss.item()) < 1e-6 * loss.item(), (record, loss)
-        assert abs(record['grad_norm'] - norm) < 1e-5 * norm, (record, norm)
+        assert abs(record['grad_norm'] - norm) < 2e-6 * norm, (record, norm)
         together = g['logits_of'](model, 'train', rows)
-        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=3e-7)
 assert orders[0] != orders[1]
 idx, last = torch.zeros(2, 24, dtype=torch.long), torch.tensor([4, 23])
 first = model(idx, last)
@@ -131,9 +131,9 @@ def test_steps_are_means_over_their_rows(run, data, tmp_path):
     assert f'train: 41 rows, {cut} of them cut at block_size=24 tokens' in out
 
 
-# The weights after the first step, against torch's AdamW and clip_grad_norm_. AdamW's first step does not depend on the
-# gradient's size, but for its eps: clipped to a norm of 1e-6, most of a gradient is below that.
-FIRST_STEP = r'''
+# The weights after two steps of warm-up, against torch's AdamW and clip_grad_norm_. AdamW's first step does not depend
+# on the gradient's size, but for its eps: clipped to a norm of 1e-6, most of a gradient is below that.
+TWO_STEPS = r'''
 import torch.nn.functional as F
 from model import GPT, GPTConfig
 args, torch_seed = g['model_args'], torch.manual_seed
@@ -142,29 +142,33 @@ net = g['Classifier'](GPTConfig(**args, dropout=0.0), 3)
 torch_seed(1337)
 net.load_state_dict(GPT(GPTConfig(**args)).state_dict(), strict=False)
 tokens, targets = g['tokens']['train'], g['targets']['train']
-rows = g['shuffled'](numpy.arange(8), 41, 1337, 0).tolist()
-logits = [net(torch.from_numpy(tokens[i])[None], torch.tensor([len(tokens[i]) - 1])) for i in rows]
-F.cross_entropy(torch.cat(logits), targets[rows]).backward()
 before = {name: p.detach().clone() for name, p in net.named_parameters()}
-norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-6).item()
 matrices, vectors = ([p for p in net.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0)]
-torch.optim.AdamW(groups, lr=3e-3).step()
+optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0)])
+for k, lr in enumerate([1.5e-3, 3e-3]):
+    rows = g['shuffled'](numpy.arange(8 * k, 8 * k + 8), 41, 1337, 0).tolist()
+    logits = [net(torch.from_numpy(tokens[i])[None], torch.tensor([len(tokens[i]) - 1])) for i in rows]
+    optimizer.zero_grad()
+    F.cross_entropy(torch.cat(logits), targets[rows]).backward()
+    assert torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-6).item() > 0.1
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    optimizer.step()
 after = dict(g['raw_model'].named_parameters())
-assert norm > 0.1 and after.keys() == before.keys()
+assert after.keys() == before.keys()
 for name, p in net.named_parameters():
     move = (p - before[name]).abs().max().item()
-    assert 1e-5 < move < 3e-3, (name, move)
-    assert (after[name] - p).abs().max().item() < 1e-3 * move, (name, move, after[name] - p)
+    assert 1e-5 < move < 4.5e-3, (name, move)
+    assert (after[name] - p).abs().max().item() < 5e-5 * move, (name, move, after[name] - p)
 '''
 
 
-def test_the_first_step_is_adamws(run, tmp_path):
+def test_two_steps_are_adamws(run, tmp_path):
     """And a standard output that takes nothing does not end it."""
     full = '/dev/full' if os.path.exists('/dev/full') else None
-    run(tmp_path, '--out_dir=out', '--dropout=0', '--max_iters=1', '--warmup_iters=0', '--grad_clip=1e-6',
-        '--weight_decay=0.1', after=FIRST_STEP, stdout=full)
-    assert list(log_of(tmp_path / 'out')[1]) == [1]
+    run(tmp_path, '--out_dir=out', '--dropout=0', '--max_iters=2', '--grad_clip=1e-6', '--weight_decay=0.1',
+        after=TWO_STEPS, stdout=full)
+    assert list(log_of(tmp_path / 'out')[1]) == [2]
 
 
 def test_a_log_that_can_not_be_written_is_a_warning(tmp_path, capsys):
@@ -236,9 +240,10 @@ def test_it_starts_from_checkpoints_and_folders_of_others(fork, tiny, tmp_path):
                     '--max_iters=1', '--device=cpu', '--dropout=0', script=CLASSIFY, tiny_args=False)
         assert '20 rows, 20 of them cut at block_size=32 tokens' in done.out
         losses.append(log_of(tmp_path / f'from-{source}')[1][1]['val_loss'])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] == losses[1]
     first = ckpt_of(tmp_path / 'lm')['model']['transformer.h.0.attn.c_attn.weight']
-    assert 0 < (ckpt_of(tmp_path / 'from-lm')['model']['transformer.h.0.attn.c_attn.weight'] - first).abs().max() < 1e-4
+    after = ckpt_of(tmp_path / 'from-lm')['model']['transformer.h.0.attn.c_attn.weight']
+    assert 2e-6 < (after - first).abs().max() < 3e-6      # the warm-up's first rate, 5e-5 / 20
     line = fork(tmp_path, f'--dataset={tmp_path}', '--init_from=lm', '--n_layer=5', '--device=cpu', script=CLASSIFY,
                 tiny_args=False, rc=2)
     assert 'n_layer=5 (there 2)' in line
@@ -258,7 +263,7 @@ def test_bfloat16_and_scaled_learning_rate(plain, run, tmp_path):
     run(tmp_path, '--out_dir=out', '--dropout=0', '--dtype=bfloat16', '--max_iters=6', '--scale_lr=True')
     steps, _ = log_of(tmp_path / 'out')
     reference, _ = log_of(cwd / 'out')
-    assert 1e-5 < abs(steps[0]['loss'] - reference[0]['loss']) < 0.02
+    assert 1e-5 < abs(steps[0]['loss'] - reference[0]['loss']) < 1e-3
     assert all(steps[i]['lr'] == pytest.approx(2 * reference[i]['lr'], rel=1e-12) for i in steps)   # 2 micro-batches
 
 
