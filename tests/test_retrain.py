@@ -2,19 +2,20 @@
 import csv
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, ckpt_of, log_of
+from modes_helper import far
 
-sys.path.insert(0, ROOT)
-from scripts import retrain  # noqa: E402
-from scripts.common import ranks, spearman  # noqa: E402
-from scripts.data_value import by_window, read_ghost, without, without_domains  # noqa: E402
-from scripts.retrain import bootstrap, drawn, kept_in, p_value, read_run, tokens_of, train, validation_windows  # noqa: E402
+from data.bins import sample_offsets
+from model import GPT, GPTConfig
+from scripts import retrain
+from scripts.common import lr_at, ranks, spearman
+from scripts.data_value import by_window, read_ghost, without, without_domains
+from scripts.retrain import bootstrap, drawn, kept_in, p_value, read_run, tokens_of, train, validation_windows
 
 SCRIPT, DATA_VALUE = (os.path.join(ROOT, 'scripts', f'{name}.py') for name in ('retrain', 'data_value'))
 
@@ -36,6 +37,30 @@ def test_losses_of_train_py(run):
     assert steps == 20 and losses == logged
     after = ckpt_of(run)['model']
     assert all(torch.equal(p, after[name]) for name, p in model.named_parameters())
+
+
+def test_a_half_by_hand(run):
+    """Its windows alone, each with the same weight in its step's mean, however many of a micro-batch are left."""
+    config, model_args, _ = read_run(run)
+    config, tokens, steps = {**config, 'dropout': 0.0}, tokens_of(config['dataset']), 3
+    model, losses = train(config, model_args, tokens, steps, 7, half=1)
+    torch.manual_seed(7)
+    net = GPT(GPTConfig(**{**model_args, 'dropout': 0.0}))
+    optimizer = torch.optim.AdamW(net.param_groups(config['weight_decay']), betas=(config['beta1'], config['beta2']))
+    for t in range(steps):
+        offsets = sample_offsets('epoch', 7, t, np.arange(12), 12 * t, len(tokens), 32)
+        left = offsets[kept_in(1, offsets // 32)]
+        assert 0 < len(left) < 12
+        batch = torch.from_numpy(np.stack([tokens[at:at + 33] for at in left]).astype(np.int64))
+        loss = net(batch[:, :-1], batch[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), config['grad_clip'])
+        for group in optimizer.param_groups:
+            group['lr'] = lr_at(config, t)
+        optimizer.step()
+        assert losses[t] == pytest.approx(loss.item(), rel=1e-6)
+    assert far(dict(model.named_parameters()), dict(net.named_parameters())) < 5e-6
 
 
 def test_halves_and_what_they_print(run, fork):
