@@ -54,7 +54,7 @@ def test_effect_against_central_differences(grad_clip, muon):
     for i in range(4):
         effect = sum((per_sample[i][name] * u[name]).sum() for name in u).item() / 4
         difference = (loss_with(i, -1e-4) - loss_with(i, 1e-4)) / 2e-4
-        assert abs(effect - difference) < 1e-6 * max(abs(effect), 1e-3), (i, effect, difference)
+        assert abs(effect - difference) < 1e-7 * max(abs(effect), 1e-3), (i, effect, difference)
     # measure() puts the same together, and leaves the model as it was
     put(model, weights)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -62,9 +62,9 @@ def test_effect_against_central_differences(grad_clip, muon):
     _, with_all, truth, values = measure(model, state, 7, [X], windows, 4, [1], config)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, state_before[name][key]) for name, s in state.items() for key, tensor in s.items())
-    assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-12
-    assert abs(truth[3, 0] - (loss_with(3, -1.0) - with_all[0])) < 1e-12
-    assert abs(values[3, 2] - effect) < 1e-12
+    assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-14
+    assert abs(truth[3, 0] - (loss_with(3, -1.0) - with_all[0])) < 1e-14
+    assert abs(values[3, 2] - effect) < 1e-15
 
 
 OPTIONS = ['--out_dir=run', '--use_ghost=True', '--ghost_save_interval=1', '--data_order=epoch', '--grad_clip=0.5']
@@ -84,7 +84,8 @@ def same_step(folder):
     assert max((mine[name] - after['model'][name]).abs().max() for name in mine) < 2e-6
     for name, s in after['optimizer']['state'].items():
         assert s.keys() == state[name].keys()
-        assert all(np.allclose(state[name][key], tensor, rtol=1e-3, atol=1e-7) for key, tensor in s.items()), name
+        for key, tensor in s.items():
+            assert abs(state[name][key] - tensor).max() < 1e-5 * tensor.max(), (name, key)
     return state
 
 
@@ -108,7 +109,7 @@ def test_against_a_run(tmp_path, fork):
     rows = list(csv.DictReader(open(tmp_path / 'before' / 'leave_one_out' / 'step6.csv', newline='')))
     assert [int(row['offset']) for row in rows] == scored['offset'][0, :5].tolist()
     values = (scored['lr'] * scored['clip_coef'] * scored['dot_product'][0, :5] / 8).tolist()
-    np.testing.assert_allclose([float(row['dot']) for row in rows], values, rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose([float(row['dot']) for row in rows], values, rtol=3e-6)
     truth, effect = (np.array([float(row[name]) for row in rows]) for name in ('truth_1', 'effect'))
     assert np.corrcoef(truth, effect)[0, 1] > 0.95
     assert (tmp_path / 'before' / 'leave_one_out' / 'step6.png').is_file()

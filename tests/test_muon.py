@@ -7,15 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, ckpt_of, log_of, record
-from modes_helper import MODES, SHARDED, far, launch, read_dcp, read_full, same
+from modes_helper import FOUR, MODES, QUICK, SHARDED, far, launch, read_dcp, read_full, same
 
 from model import GPT, Block, GPTConfig, rotary_tables, rotate
 from muon import Muon, orthogonal
 
-FOUR = ('plain', 'ddp2', 'fsdp2', 'hsdp4')
 MUON = ['--optimizer=muon']
 FAST = [*MUON, '--rope=True', '--qk_norm=True']
-QUICK = ['--eval_interval=100', '--eval_iters=1']
 BETAS = dict(betas=(0.9, 0.95), fused=True)
 
 
@@ -28,8 +26,8 @@ def test_orthogonal(shape):
     S = torch.logspace(0, -1, min(shape), dtype=torch.float64)
     X = 3 * U @ torch.diag(S) @ Vh
     found = U.T @ orthogonal(torch.stack((torch.zeros_like(X), X)))[1] @ Vh.T
-    assert (found - torch.diag(found.diag())).abs().max() < 1e-12
-    assert 0.65 < found.diag().min() and found.diag().max() < 1.25
+    assert (found - torch.diag(found.diag())).abs().max() < 5e-14
+    assert 0.68 < found.diag().min() and found.diag().max() < 1.2
     assert not orthogonal(torch.zeros(2, *shape)).any()
 
 
@@ -160,17 +158,16 @@ def test_every_mode_trains_as_plain(trained, mode):
 LOADED = """
 import os, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-kept = {}
+kept = []
 def whole(x):
     return x.full_tensor() if hasattr(x, 'full_tensor') else x
 def hook(opt, args, kwargs):    # loading takes a step too, at rate 0
     if opt.param_groups[0]['lr'] > 0 and not kept:
         for group in opt.param_groups:
-            for i, p in enumerate(group['params']):
-                name = f'{len(kept)} {tuple(p.shape)}'
-                kept[name] = [whole(x).detach().clone() for x in (p, *(v for _, v in sorted(opt.state[p].items())))]
+            for p in group['params']:
+                kept.append([whole(x).detach().clone() for x in (p, *(v for _, v in sorted(opt.state[p].items())))])
         if os.environ.get('RANK', '0') == '0':
-            torch.save(list(kept.values()), 'loaded.pt')
+            torch.save(kept, 'loaded.pt')
 register_optimizer_step_pre_hook(hook)
 """
 
@@ -289,7 +286,7 @@ def test_cache_and_window(rope, qk_norm):
     with torch.no_grad():
         for t in range(12):
             logits = model(idx[:, t:t + 1], cache=cache)
-            assert (logits - model(idx[:, :t + 1])).abs().max() < 1e-12
+            assert (logits - model(idx[:, :t + 1])).abs().max() < 5e-14
         a, b = (model.generate(idx[:, :3], 20, temperature=0, use_cache=cached) for cached in (True, False))
         assert torch.equal(a, b)
         before = model(idx)
@@ -309,7 +306,7 @@ def test_attention_against_the_formula():
     q, k, v = (y.squeeze(2).transpose(1, 2) for y in (q, k, v))
     scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(torch.ones(8, 8).tril() == 0, -torch.inf)
     expected = F.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), attn.c_proj.weight, attn.c_proj.bias)
-    assert (attn(x, turns=turns) - expected).abs().max() < 1e-12
+    assert (attn(x, turns=turns) - expected).abs().max() < 1e-14 * expected.abs().max()
 
 
 @pytest.mark.parametrize('rope,qk_norm', [(True, False), (False, True), (True, True)])
@@ -334,7 +331,7 @@ def test_ghost_is_exact(rope, qk_norm):
         own = torch.autograd.grad(model(X[i:i + 1], Y[i:i + 1]).sum(), list(params.values()))
         for row, name, gradient in zip(s.grad, names, own):
             expected = (gradient * G[name]).sum()
-            assert (row[i] - expected).abs() < 1e-12 * (1 + expected.abs()), name
+            assert (row[i] - expected).abs() < 1e-14 * (1 + expected.abs()), name
 
 
 def test_half_as_float(fork, tmp_path):
@@ -342,7 +339,7 @@ def test_half_as_float(fork, tmp_path):
     for name, dtype in ('a', 'bfloat16'), ('b', 'float32'):
         launch(fork, tmp_path, 'plain', *FAST, *QUICK, '--max_iters=3', f'--dtype={dtype}', f'--out_dir={name}')
     a, b = (log_of(tmp_path / name)[0] for name in 'ab')
-    assert max(abs(a[i]['loss'] / b[i]['loss'] - 1) for i in a) < 2e-3
+    assert 1e-6 < max(abs(a[i]['loss'] / b[i]['loss'] - 1) for i in a) < 1e-4
 
 
 def test_compiled():
@@ -356,4 +353,4 @@ def test_compiled():
         found.append([y, *torch.autograd.grad((y * dy).sum(), list(block.parameters()))])
         block.compile(dynamic=False)
     for a, b in zip(*found):
-        assert (a - b).abs().max() < 1e-5 * (1 + b.abs().max())
+        assert (a - b).abs().max() < 2e-6 * (1 + b.abs().max())

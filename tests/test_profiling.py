@@ -37,7 +37,7 @@ def test_largest_loss_of_a_rank(profiled):
     steps, _ = log_of(profiled[1])
     assert len(steps) == 5
     for record in steps.values():       # two ranks, whose mean is the loss: they read other samples
-        assert record['loss'] < record['loss_max'] < 1.5 * record['loss'] and record['alloc_retries'] is None
+        assert record['loss'] < record['loss_max'] < 1.03 * record['loss'] and record['alloc_retries'] is None
 
 
 def test_config_tells_the_origin(profiled):
