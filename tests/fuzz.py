@@ -33,10 +33,10 @@ from model import GPT, GPTConfig
 from scripts.common import find_tokenizer
 from scripts.data_value import by_window, read_ghost
 from scripts.export import export
-from scripts.load_grads import find_keys, load_keys, norm
+from scripts.load_grads import find_keys, load_pairs, norm
 from weights import read_checkpoint
 
-SHAPE = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'
+SHAPE = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
 VALUES = [None, True, -1, 0, 2**31, 2**70, 0.5, float('inf'), '', 'x', '../x', [], {}, [[]], {'a': 1}, b'x', (1,)]
 
 
@@ -44,7 +44,7 @@ def start(run):
     """As train.py does that resumes there, up to the first step."""
     config = {**json.loads((run / 'settings.json').read_text()), 'init_from': 'resume', 'out_dir': str(run)}
     found = choose_start(config, set(), load_meta(run.parent / 'data'), SHAPE)
-    model = GPT(GPTConfig(**{name: value for name, value in found['model_args'].items()}))
+    model = GPT(GPTConfig(**found['model_args']))
     optimizer = torch.optim.AdamW(model.param_groups(0.1), fused=True)
     load_start({**found, 'has_optimizer': bool(found.get('optimizer'))}, model, optimizer,
                torch.amp.GradScaler('cpu', enabled=True))
@@ -58,7 +58,7 @@ def use(path):
 
 def read_dump(path):
     find_keys(path)
-    for _, gradient in load_keys(path):
+    for _, gradient in load_pairs(path):
         norm(gradient)
 
 
@@ -110,7 +110,7 @@ def spoil(path, draw):
         elif path.suffix == '.pt':
             thing, write = torch.load(path, weights_only=True), lambda thing: torch.save(thing, path)
         else:
-            thing, write = pickle.loads(content), lambda thing: path.write_bytes(pickle.dumps(thing))
+            thing, write = pickle.loads(bytes(content)), lambda thing: path.write_bytes(pickle.dumps(thing))
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             places = list(inside(thing))
             if places:
@@ -142,6 +142,14 @@ def spoil(path, draw):
     path.write_bytes(content)
 
 
+class Late(BaseException):
+    """A reader took too long: nothing in it may catch this, and it is no Ctrl-C."""
+
+
+def late(*_):
+    raise Late('more than 20 s')
+
+
 def main():
     if '--help' in sys.argv:
         sys.exit(print(__doc__))
@@ -165,7 +173,7 @@ def main():
             settings = runpy.run_path(TRAIN, run_name='__main__')['config']
         (top / name / 'settings.json').write_text(json.dumps(settings))
     export(str(top / 'run'), str(top / 'hf'), 'hf')
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, late)
     readers = {name: reader for name, reader in READERS.items() if only in name}
     failures = set()        # each told once
     print(f'{"file":20} spoilt refused  read')
@@ -184,7 +192,7 @@ def main():
                 counts[0] += 1
                 if '\n' in str(error).strip() or not any(part in str(error) for part in (str(top), 'vocabulary')):
                     failure = f'{name}: an error of another form: {error}'
-            except BaseException as error:
+            except (Exception, Late) as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 failure = f'{name}: {type(error).__name__} at {where.filename}:{where.lineno}: {str(error)[:150]}'
             signal.alarm(0)
