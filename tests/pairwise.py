@@ -9,6 +9,7 @@ runs: a part of it; only: runs with this word in their arguments. By hand, not b
 import itertools
 import math
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,6 +38,7 @@ SETTINGS = dict(
     bias=['False', 'True'], dropout=['0.0', '0.1'],
     grad_clip=['1.0', '0.0'], decay_lr=['True', 'False'], weight_decay=['0.1', '0.0'], scale_lr=['False', 'True'],
     check_sync_interval=['0', '1'], on_nonfinite=['stop', 'skip'], deterministic=['False', 'True'],
+    optimizer=['adamw', 'muon'], rope=['False', 'True'], qk_norm=['False', 'True'],
     init_from=['scratch', 'auto'], n_layer=['1', '3'])
 
 
@@ -49,6 +51,8 @@ def allowed(run):
     """A run without what train.py refuses, which would hide whether the rest works."""
     run = dict(run)
     if run.get('mode') in ('plain', 'ddp') and 'fsdp_cpu_offload' in run:
+        run['fsdp_cpu_offload'] = 'False'
+    if run.get('optimizer') == 'muon' and 'fsdp_cpu_offload' in run:
         run['fsdp_cpu_offload'] = 'False'
     if run.get('checkpoint_format') == 'full' and 'checkpoint_async' in run:
         run['checkpoint_async'] = 'False'
@@ -106,11 +110,16 @@ def main():
         folder, began = top / str(number), time.monotonic()
         folder.mkdir()
         result = outcome(run, folder, data)
-        if result != 'trained' and not result.startswith('refused'):
+        if result == 'trained' or result.startswith('refused'):
+            shutil.rmtree(folder)
+        else:
             wrong += 1
         print(f'{number:3} {time.monotonic() - began:5.1f} s  {result}  [{words}]', flush=True)
-    print(f'{wrong} wrong; {top}')
-    return int(wrong > 0)
+    if wrong:
+        print(f'{wrong} wrong: {top}')
+        return 1
+    shutil.rmtree(top)
+    return 0
 
 
 if __name__ == '__main__':
