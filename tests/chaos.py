@@ -68,19 +68,23 @@ def live(argv, ranks, told, number=None, due=None):
         os.setpgid(pid, pids[0])
     began = time.monotonic()
     killed, give_up_at = False, began + 300
-    while len(codes) < ranks:
+    try:
+        while len(codes) < ranks:
+            for pid in set(pids) - set(codes):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+            if number and not killed and not codes and due():
+                os.killpg(pids[0], number)
+                killed = True
+            if any(codes.values()):         # as torchrun does: a rank that has failed ends the others
+                give_up_at = min(give_up_at, time.monotonic() + 10)
+            if len(codes) < ranks and time.monotonic() > give_up_at:
+                os.killpg(pids[0], signal.SIGKILL)
+            time.sleep(0.002)
+    finally:            # also after Ctrl-C, which reaches this process alone
         for pid in set(pids) - set(codes):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        if number and not killed and not codes and due():
-            os.killpg(pids[0], number)
-            killed = True
-        if any(codes.values()):         # as torchrun does: a rank that has failed ends the others
-            give_up_at = min(give_up_at, time.monotonic() + 10)
-        if len(codes) < ranks and time.monotonic() > give_up_at:
-            os.killpg(pids[0], signal.SIGKILL)
-        time.sleep(0.002)
+            os.kill(pid, signal.SIGKILL)
     return list(codes.values()), killed
 
 
