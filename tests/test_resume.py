@@ -263,6 +263,20 @@ def test_kill_in_a_save(run, fork, tmp_path, mode, form, rank):
     assert read_dots(out)['iter'].tolist() == list(range(12))
 
 
+def test_a_full_disk_is_told_by_the_ranks(fork, tmp_path):
+    """One line from each, no traceback; the checkpoint before stays, and the run goes on from it."""
+    pytest.importorskip('resource')
+    args = SMALL + ['--use_fsdp=True', SHARDED, '--checkpoint_interval=2', *QUICK]
+    fork(tmp_path, *args, '--max_iters=2', nproc=2)
+    result = fork(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1, patient=True,
+                  before=FULL_DISK.format(size=60_000))
+    said = [line for line in result.err.splitlines() if 'train.py: ' in line]
+    assert said and all('make room' in line for line in said) and 'inline_container' not in result.err, result.err
+    assert 'Traceback' not in result.err and result.codes == [1, 1]
+    fork(tmp_path, *args, '--max_iters=4', '--init_from=auto', nproc=2)
+    assert list(log_of(tmp_path / 'out')[0]) == [0, 1, 2, 3]
+
+
 WRAPPER = """
 import os, signal, sys, runpy
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
@@ -277,20 +291,6 @@ register_optimizer_step_pre_hook(hook)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
 """
-
-
-def test_a_full_disk_is_told_by_the_ranks(fork, tmp_path):
-    """One line from each, no traceback; the checkpoint before stays, and the run goes on from it."""
-    pytest.importorskip('resource')
-    args = SMALL + ['--use_fsdp=True', SHARDED, '--checkpoint_interval=2', *QUICK]
-    fork(tmp_path, *args, '--max_iters=2', nproc=2)
-    result = fork(tmp_path, *args, '--max_iters=4', '--init_from=resume', nproc=2, rc=1, patient=True, 
-                  before=FULL_DISK.format(size=60_000))
-    said = [line for line in result.err.splitlines() if 'train.py: ' in line]
-    assert said and all('make room' in line for line in said) and 'inline_container' not in result.err, result.err
-    assert 'Traceback' not in result.err and result.codes == [1, 1]
-    fork(tmp_path, *args, '--max_iters=4', '--init_from=auto', nproc=2)
-    assert list(log_of(tmp_path / 'out')[0]) == [0, 1, 2, 3]
 
 
 def test_torchrun_restarts_by_itself(run, tiny, tmp_path):
