@@ -756,9 +756,10 @@ while True:
     grad_norm = full(grad_norm).to(device)
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
     stop = torch.full((), stop_signal, device=device)
-    rank_losses = torch.where(torch.arange(world_size, device=device) == rank, train_loss, 0)   # in its own place
-    numbers = mean_over_ranks(torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses)))
-    train_loss, grad_norm, stop, *rank_losses = numbers.tolist()
+    rank_losses = torch.zeros(world_size, device=device)
+    rank_losses[rank] = train_loss          # each rank's in its own place, so that the largest can be logged
+    numbers = torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses))
+    train_loss, grad_norm, stop, *rank_losses = mean_over_ranks(numbers).tolist()
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
@@ -800,18 +801,21 @@ while True:
         now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
     finish_saving(keep_checkpoints, wait=False)
-    if profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
-                    last=stopping or iter_num >= max_iters):
-        timed_from, clock = iter_num, time.perf_counter()       # files were written meanwhile
+    wrote_profile = profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
+                                 last=stopping or iter_num >= max_iters)
+    if wrote_profile:
+        timed_from, clock = iter_num, time.perf_counter()       # writing is no part of a step's time
 
 finish_writing()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
-code = 128 + (stop_signal or signal.SIGTERM) if stopping else 0
+exit_code = 0
+if stopping:
+    exit_code = 128 + (stop_signal or signal.SIGTERM)
 if distributed:
     dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
-    exit_codes.append(code)
+    exit_codes.append(exit_code)
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
-    sys.exit(code)
+    sys.exit(exit_code)

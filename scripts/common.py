@@ -168,8 +168,10 @@ def tell(message, stream):
 
 
 def log_record(path, record):
-    """Append {name: number} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
-    record = {name: value if math.isfinite(value) else None for name, value in record.items()}
+    """Append {name: number or None} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
+    for name, value in record.items():
+        if value is not None and not math.isfinite(value):
+            record[name] = None
     try:
         with open(path, 'a') as file:
             file.write(json.dumps(record) + '\n')

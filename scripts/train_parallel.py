@@ -13,7 +13,6 @@ Data, settings and log are train.py's, and each script goes on from the other's 
 mesh computes the same up to rounding, but for dropout, whose masks differ from rank to rank.
 """
 import atexit
-import json
 import logging
 import math
 import os
@@ -44,7 +43,7 @@ from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
-from scripts.common import lr_at
+from scripts.common import log_record, lr_at, tell
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
 tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
@@ -185,7 +184,7 @@ context_rank = context_mesh.get_local_rank()
 def say(message):
     """Rank 0 prints a line."""
     if rank == 0:
-        print(message, flush=True)
+        tell(message, sys.stdout)
 
 def sum_over_ranks(*numbers):
     """The sums of numbers or scalar tensors, the same on every rank, as a list; all ranks participate."""
@@ -513,8 +512,7 @@ if rank == 0:
 def log(**entry):
     """A line of log.jsonl."""
     if rank == 0:
-        with open(Path(out_dir, 'log.jsonl'), 'a') as f:
-            f.write(json.dumps(entry) + '\n')
+        log_record(Path(out_dir, 'log.jsonl'), entry)
 
 card = torch.cuda.get_device_name() if gpus else device
 peak, flops_per_step = peak_flops(card), whole.flops_per_token() * tokens_per_step
