@@ -36,14 +36,13 @@ from scripts.export import export
 from scripts.load_grads import find_keys, load_keys, norm
 from weights import read_checkpoint
 
-SHAPE = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias'
 VALUES = [None, True, -1, 0, 2**31, 2**70, 0.5, float('inf'), '', 'x', '../x', [], {}, [[]], {'a': 1}, b'x', (1,)]
 
 
 def start(run):
     """As train.py does that resumes there, up to the first step."""
     config = {**json.loads((run / 'settings.json').read_text()), 'init_from': 'resume', 'out_dir': str(run)}
-    found = choose_start(config, set(), load_meta(run.parent / 'data'), SHAPE)
+    found = choose_start(config, set(), load_meta(run.parent / 'data'))
     model = GPT(GPTConfig(**{name: value for name, value in found['model_args'].items()}))
     optimizer = torch.optim.AdamW(model.param_groups(0.1), fused=True)
     load_start({**found, 'has_optimizer': bool(found.get('optimizer'))}, model, optimizer,
