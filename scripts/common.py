@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import fail, under_torchrun
-from data.bins import find_folder, load_meta, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, write_file
 from data.corpus import get_tokenizer
 
 
@@ -96,6 +96,16 @@ def find_tokenizer(source, checkpoint):
 
 
 # ---- runs, done again ------------------------------------------------------------------------------------------------
+
+def run_tokens(config, meta):
+    """The train.bin of a run as find_bin has it, (path, dtype, tokens), and its record. config and meta: those of its
+    checkpoint. ValueError (one line) if the tokens there are not what the run saw."""
+    train, record = find_bin(config['dataset'], 'train')
+    seen = (meta or {}).get('fingerprint')      # older runs lack it
+    if seen and seen != fingerprint(train[0], record):
+        raise ValueError(f'{train[0]} was prepared anew since the run: other text under the same offsets')
+    return train, record
+
 
 def lr_at(config, step):
     """The learning rate of a step of the run with this config, as train.py's lr_at."""
