@@ -37,6 +37,7 @@ from weights import SafeReader, complete, newest_that_loads, one_process_too, re
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
+SHAPE = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'     # settings that it prescribes
 OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gradient_dumper', 'profile')
 
 
@@ -75,12 +76,12 @@ def on_rank0(function, *args):
 
 
 # ---- where a run starts ----------------------------------------------------------------------------------------------
-def find_start(config, given, meta, shape_names):
+def find_start(config, given, meta):
     """
     Where a run starts; all ranks participate, rank 0 alone looks at the disk.
 
-    config: train.py's settings; given: the names of those that the user has set; meta: the record of the training data;
-    shape_names: the settings that a checkpoint prescribes. Returns a dict: what a checkpoint holds, and
+    config: train.py's settings; given: the names of those that the user has set; meta: the record of the training data.
+    Returns a dict: what a checkpoint holds, and
     resumed_from    the path of the checkpoint in out_dir that the run goes on from, or None
     sharded         whether each rank is to read its part of that; otherwise model and optimizer are whole, on rank 0
     leftovers       names of an earlier run's files that a new run deletes
@@ -89,24 +90,24 @@ def find_start(config, given, meta, shape_names):
     Raises ValueError (one line) if there is none to resume, it does not fit the settings, or a new run would come upon
     an earlier one's files.
     """
-    found = on_rank0(choose_start, config, given, meta, shape_names) or {}
+    found = on_rank0(choose_start, config, given, meta) or {}
     whole = {name: found.pop(name, {}) for name in ('model', 'optimizer')}      # stay on rank 0 for now
     start = from_rank0(found)
     start['has_optimizer'] = from_rank0(bool(whole['optimizer']))
     return {**start, **whole}
 
 
-def choose_start(config, given, meta, shape_names):
+def choose_start(config, given, meta):
     """find_start's work on rank 0."""
     init_from, out_dir = config['init_from'], config['out_dir']
-    shape_given = given.intersection(shape_names)
+    shape_given = given.intersection(SHAPE)
     leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
     start = {'iter_num': 0, 'samples_seen': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
     facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}, 'told': []}
     if init_from in ('resume', 'auto'):
         facts['resumed_from'], start_there, facts['passed_over'] = newest_that_loads(out_dir)
     if facts['resumed_from'] is not None:
-        start.update(start_there, model_args=shape_of(complete(start_there['model_args']), shape_names))
+        start.update(start_there, model_args=shape_of(complete(start_there['model_args'])))
         if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
             step = {**config, **(start['config'] or {})}
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
@@ -118,7 +119,7 @@ def choose_start(config, given, meta, shape_names):
                              'or begin a new run with its weights, in another out_dir')
         facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
-        facts['told'].append('; '.join(told + changes(start, config, meta, shape_names)))
+        facts['told'].append('; '.join(told + changes(start, config, meta)))
         return {**start, **facts}
     if init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
@@ -127,32 +128,32 @@ def choose_start(config, given, meta, shape_names):
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
                          'by --init_from=auto, or delete it by --overwrite=True')
     if init_from in ('scratch', 'auto'):
-        start['model_args'], start['model'] = new_model(config, meta, shape_names)
+        start['model_args'], start['model'] = new_model(config, meta)
     else:
-        start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta, shape_names)
+        start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta)
     return {**start, **facts}
 
 
-def new_model(config, meta, shape_names):
+def new_model(config, meta):
     """(model_args, weights) of a model that knows nothing, for the data whose record is meta."""
     vocab_size = meta.get('vocab_size', GPT2_VOCAB)
     if vocab_size >= 1024:
         vocab_size = math.ceil(vocab_size / 64) * 64        # GPUs prefer a multiple of 64
     on_gpu = config['device'].startswith('cuda')
     gelu = 'tanh' if on_gpu else 'none'     # GPT-2's own; the exact form is a tenth quicker on a CPU
-    model_args = {**{name: config[name] for name in shape_names}, 'vocab_size': vocab_size, 'gelu': gelu}
+    model_args = {**{name: config[name] for name in SHAPE}, 'vocab_size': vocab_size, 'gelu': gelu}
     torch.manual_seed(config['seed'])
     return model_args, GPT(GPTConfig(**model_args)).state_dict()
 
 
-def pretrained(source, config, shape_given, meta, shape_names):
+def pretrained(source, config, shape_given, meta):
     """(model_args, weights) of OpenAI's GPT-2 by name, of a Hugging Face folder or of a checkpoint."""
     ckpt = read_checkpoint(source)
     must_fit(source, ckpt, config, shape_given - {'block_size'}, meta)
     place, out_dir = Path(source).resolve(), Path(config['out_dir']).resolve()
     if config['overwrite'] and not config['eval_only'] and place.exists() and out_dir in (place, *place.parents):
         raise ValueError(f'it lies in {config["out_dir"]}, which --overwrite=True would empty: another --out_dir')
-    model_args, weights = shape_of(ckpt['model_args'], shape_names), ckpt['model']
+    model_args, weights = shape_of(ckpt['model_args']), ckpt['model']
     block_size = config['block_size']
     positions = model_args['block_size']
     if block_size > positions:
@@ -163,9 +164,9 @@ def pretrained(source, config, shape_given, meta, shape_names):
     return model_args, weights
 
 
-def shape_of(model_args, shape_names):
+def shape_of(model_args):
     """What a checkpoint prescribes of its model_args. Others, such as dropout, every run sets for itself."""
-    return {name: model_args[name] for name in (*shape_names, 'vocab_size', 'gelu')}
+    return {name: model_args[name] for name in (*SHAPE, 'vocab_size', 'gelu')}
 
 
 def must_fit(source, ckpt, config, names, meta):
@@ -188,11 +189,11 @@ def must_fit(source, ckpt, config, names, meta):
         raise ValueError(f'{source} knows {known:,} token ids, dataset={dataset} has {ids:,}: other tokens; {allow}')
 
 
-def changes(ckpt, config, meta, shape_names):
+def changes(ckpt, config, meta):
     """What has changed since a checkpoint, whose dict is ckpt, was written: a list of phrases."""
     then, told = ckpt.get('config') or {}, []
     for name, value in then.items():
-        if name in config and config[name] != value and name not in ('init_from', 'overwrite', *shape_names):
+        if name in config and config[name] != value and name not in ('init_from', 'overwrite', *SHAPE):
             told.append(f'{name} {value!r} -> {config[name]!r}')
     record = ckpt.get('meta') or {}
     known = [key for key in ('splits', 'fingerprint') if key in record]     # older checkpoints lack the second

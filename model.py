@@ -387,9 +387,11 @@ class GPT(nn.Module):
         groups = [{'params': [p for p in params if p.dim() >= 2], 'weight_decay': weight_decay},
                   {'params': [p for p in params if p.dim() < 2], 'weight_decay': 0.0}]
         if muon:
-            matrices = [p for p in self.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
-            groups[0]['params'] = [p for p in groups[0]['params'] if all(p is not matrix for matrix in matrices)]
-            groups.insert(0, {'params': matrices, 'weight_decay': weight_decay, 'muon': True})
+            matrices = {p for p in self.transformer.h.parameters() if p.dim() == 2}
+            decaying = groups[0]['params']
+            groups[0]['params'] = [p for p in decaying if p not in matrices]
+            groups.insert(0, {'params': [p for p in decaying if p in matrices], 'weight_decay': weight_decay,
+                              'muon': True})
         return groups
 
     def num_params(self, positions=True):

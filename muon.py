@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 # otherwise in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks
 # share the work out by whole batches: that makes the step bit for bit the same in every mode.
 BATCH = 6
+MOMENTUM, EPS = 0.95, 1e-8      # of Muon, and of AdamW
 
 
 def orthogonal(X, steps=5):
@@ -35,14 +36,20 @@ def orthogonal(X, steps=5):
     return X.mT.contiguous() if tall else X
 
 
+def scale_of(shape):
+    """What an orthogonal matrix of this shape is multiplied by: its entries then have a root mean square of 0.2, about
+    that of AdamW's steps, so that one learning rate serves both."""
+    return 0.2 * math.sqrt(max(shape))
+
+
 class Muon(torch.optim.Optimizer):
     """
     Muon for the groups with muon=True, AdamW for the others. Parameters and gradients may be DTensors, sharded by rows
     as FSDP2 does it. With several ranks, all hold the same gradients or shards of the same, and all call step().
     """
 
-    def __init__(self, groups, lr, betas, fused, momentum=0.95, eps=1e-8):
-        super().__init__(groups, dict(lr=lr, betas=betas, fused=fused, momentum=momentum, eps=eps, weight_decay=0.0,
+    def __init__(self, groups, lr, betas, fused):
+        super().__init__(groups, dict(lr=lr, betas=betas, fused=fused, momentum=MOMENTUM, eps=EPS, weight_decay=0.0,
                                       muon=False))
 
     @torch.no_grad()
@@ -83,10 +90,8 @@ class Muon(torch.optim.Optimizer):
                 steps = share_out(ahead, shape, sharded, ranks, rank, world)[:len(some)].to(ahead[0].dtype)
                 weights = [local(p) for p in some]
                 torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'])
-                # 0.2 is about the size of AdamW's steps, entry by entry, so that one learning rate serves both
-                scale = 0.2 * math.sqrt(max(shape))
                 steps = [step[:len(w)] for step, w in zip(steps, weights)]
-                torch._foreach_add_(weights, steps, alpha=-group['lr'] * scale)
+                torch._foreach_add_(weights, steps, alpha=-group['lr'] * scale_of(shape))
 
     def momentum(self, group, params):
         """Where Nesterov's momentum points for each parameter: what this rank holds of that."""

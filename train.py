@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
                         load_start, on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
 from muon import Muon
-from profiling import profile_step, record_memory
+from profiles import profile_step, record_memory
 from weights import OPENAI
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -296,13 +296,12 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 # ---- where to start --------------------------------------------------------------------------------------------------
-shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
-    start = find_start(config, given, meta, shape_names)
+    start = find_start(config, given, meta)
 for line in start['told']:
     say(line)
 model_args, iter_num, best_val_loss = start['model_args'], start['iter_num'], start['best_val_loss']
-shape = {name: model_args[name] for name in shape_names}
+shape = {name: model_args[name] for name in SHAPE}
 config.update(shape)
 globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
 vocab_size, start_iter, wandb_id = model_args['vocab_size'], iter_num, start['wandb_id']
@@ -644,7 +643,7 @@ def log(record):
 
 card = torch.cuda.get_device_name(device) if gpus else device
 peak = peak_flops(card)                     # None for a card it does not know
-compiled = compile if compile == 'blocks' else 'on' if compile else 'off'
+compiled = {True: 'on', False: 'off'}.get(compile, compile)     # or 'blocks'
 say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, fused AdamW {"yes" if fused else "no"}')
 held = sum(my_shard(p).numel() for p in params.values()) * 4 / 2**20      # MiB of float32 parameters
 whole = num_params * 4 / 2**20
@@ -756,9 +755,10 @@ while True:
     grad_norm = full(grad_norm).to(device)
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
     stop = torch.full((), stop_signal, device=device)
-    rank_losses = torch.where(torch.arange(world_size, device=device) == rank, train_loss, 0)   # in its own place
-    numbers = mean_over_ranks(torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses)))
-    train_loss, grad_norm, stop, *rank_losses = numbers.tolist()
+    rank_losses = torch.zeros(world_size, device=device)
+    rank_losses[rank] = train_loss          # each rank's in its own place, so that the largest can be logged
+    numbers = torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses))
+    train_loss, grad_norm, stop, *rank_losses = mean_over_ranks(numbers).tolist()
     stopping = stop > 0
     finite = math.isfinite(train_loss) and math.isfinite(grad_norm)
     if finite:
@@ -800,18 +800,21 @@ while True:
         now, highest = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
         say(f'rank 0 after the first step: {now:,.1f} MiB allocated, peak {highest:,.1f}')
     finish_saving(keep_checkpoints, wait=False)
-    if profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
-                    last=stopping or iter_num >= max_iters):
-        timed_from, clock = iter_num, time.perf_counter()       # files were written meanwhile
+    wrote_profile = profile_step(say, out_dir, rank, iter_num - start_iter, profile_steps, profile_memory,
+                                 last=stopping or iter_num >= max_iters)
+    if wrote_profile:
+        timed_from, clock = iter_num, time.perf_counter()       # writing is no part of a step's time
 
 finish_writing()
 if wandb_log and master_process and not eval_only:
     wandb.finish()
-code = 128 + (stop_signal or signal.SIGTERM) if stopping else 0
+exit_code = 0
+if stopping:
+    exit_code = 128 + (stop_signal or signal.SIGTERM)
 if distributed:
     dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
-    exit_codes.append(code)
+    exit_codes.append(exit_code)
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
-    sys.exit(code)
+    sys.exit(exit_code)

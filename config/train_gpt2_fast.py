@@ -2,6 +2,9 @@
 # In runs of 500 steps of 61,440 tokens it reaches nanoGPT's final loss in 0.27 of the steps (docs/speed.md); over
 # billions of tokens less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it. One node of 8 GPUs:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
+# Those runs had this learning rate, and 50 steps of warm-up; at 491,520 tokens per step it has not been run yet.
+# medium: --n_layer=24 --n_head=8 --n_embd=1024 --use_fsdp=True
+# XL:     --n_layer=48 --n_head=25 --n_embd=1600 --batch_size=16 --gradient_accumulation_steps=32 --use_fsdp=True
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-124M-fast'
 

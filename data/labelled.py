@@ -27,7 +27,8 @@ def read_dataset(folder, label_column="", text_column=""):
     """
     splits = {}
     for split in SPLITS:
-        found = [path for kind in KINDS if (path := Path(folder, f"{split}{kind}")).is_file()]
+        found = [path for path in sorted(Path(folder).glob("*"))      # TRAIN.CSV too
+                 if path.stem.lower() == split and path.suffix.lower() in KINDS and path.is_file()]
         if len(found) > 1:
             raise ValueError(f"{found[0]} and {found[1].name}: which one? Move the other away")
         if not found and split != "test":
@@ -35,7 +36,7 @@ def read_dataset(folder, label_column="", text_column=""):
                              "data/shakespeare_genre/prepare.py, or name another dataset")
         if found:
             splits[split] = found[0], *read_labelled(found[0], label_column, text_column)
-            is_table, first_line = found[0].suffix != ".jsonl", splits[split][3][0]
+            is_table, first_line = found[0].suffix.lower() != ".jsonl", splits[split][3][0]
             if is_table and first_line == 1 and os.environ.get("LOCAL_RANK", "0") == "0":   # one rank of a machine
                 print(f"{found[0]}: no header: the first row is data, its first column the label", file=sys.stderr)
     path, labels, _, _ = splits["train"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import fail, under_torchrun
-from data.bins import find_folder, load_meta, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, write_file
 from data.corpus import get_tokenizer
 
 
@@ -97,6 +97,16 @@ def find_tokenizer(source, checkpoint):
 
 # ---- runs, done again ------------------------------------------------------------------------------------------------
 
+def run_tokens(config, meta):
+    """The train.bin of a run as find_bin has it, (path, dtype, tokens), and its record. config and meta: those of its
+    checkpoint. ValueError (one line) if the tokens there are not what the run saw."""
+    train, record = find_bin(config['dataset'], 'train')
+    seen = (meta or {}).get('fingerprint')      # older runs lack it
+    if seen and seen != fingerprint(train[0], record):
+        raise ValueError(f'{train[0]} was prepared anew since the run: other text under the same offsets')
+    return train, record
+
+
 def lr_at(config, step):
     """The learning rate of a step of the run with this config, as train.py's lr_at."""
     factor = config['gradient_accumulation_steps'] if config['scale_lr'] else 1
@@ -168,8 +178,10 @@ def tell(message, stream):
 
 
 def log_record(path, record):
-    """Append {name: number} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
-    record = {name: value if math.isfinite(value) else None for name, value in record.items()}
+    """Append {name: number or None} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
+    for name, value in record.items():
+        if value is not None and not math.isfinite(value):
+            record[name] = None
     try:
         with open(path, 'a') as file:
             file.write(json.dumps(record) + '\n')
@@ -187,9 +199,8 @@ def find_classifier(config, given, rows):
     user has set; rows: what read_dataset gives, or None: nothing is trained, and out_dir's best.pt is taken.
     ValueError (one line) if there is none, or it does not fit.
     """
-    from checkpoint import OF_A_RUN, changes, choose_start, from_rank0, must_fit, on_rank0
+    from checkpoint import OF_A_RUN, SHAPE, changes, choose_start, from_rank0, must_fit, on_rank0, shape_of
     from weights import complete, read_checkpoint, read_full
-    shape = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
     settings, source, out_dir = {**config, 'new_tokenizer': False}, config['init_from'], Path(config['out_dir'])
     record = {}     # what tells today's rows from others
     if rows:
@@ -204,7 +215,7 @@ def find_classifier(config, given, rows):
     def go_on(path, start):
         """Checks that training goes on as if there had been no stop; told: what has changed all the same."""
         then, meta = start['config'], start['meta']
-        told = changes(start, config, start['meta'], (*shape, 'tokenizer'))
+        told = changes(start, {name: config[name] for name in config if name != 'tokenizer'}, start['meta'])
         a_step, now = (c['gradient_accumulation_steps'] * c['batch_size'] for c in (then, config))
         num_rows = meta.get('num_rows', record['num_rows'])     # an older checkpoint does not know
         for what, old, new in [('rows a step', a_step, now), ('rows in train', num_rows, record['num_rows'])]:
@@ -227,9 +238,8 @@ def find_classifier(config, given, rows):
             start = read_full(path)
             if 'labels' not in start:
                 raise ValueError(f'{path} is not a checkpoint of classify.py')
-            args = complete(start['model_args'])        # an older one lacks the newer names
-            start['model_args'] = {name: args[name] for name in (*shape, 'vocab_size', 'gelu')}
-            must_fit(path, start, settings, given.intersection(shape), start['meta'])
+            start['model_args'] = shape_of(complete(start['model_args']))       # an older one lacks the newer names
+            must_fit(path, start, settings, given.intersection(SHAPE), start['meta'])
             get_tokenizer(start['meta']['tokenizer'])   # where it is not to be had, this is the place to say so
             same_tokenizer(path, start['meta']['tokenizer'])
             told = [f'from {path}']
@@ -263,14 +273,14 @@ def find_classifier(config, given, rows):
             if 'block_size' not in given:
                 settings['block_size'] = min(config['block_size'], ckpt['model_args']['block_size'])
         meta = {'tokenizer': tokenizer.spec, 'vocab_size': tokenizer.vocab_size, **record}
-        start, told = choose_start(settings, given, meta, shape), [f'from {source}']
+        start, told = choose_start(settings, given, meta), [f'from {source}']
         if start['leftovers']:
             told.append(f'starts anew, and deletes {", ".join(start["leftovers"])} in {out_dir}')
         return {**start, 'meta': meta, 'labels': sorted(set(names)), 'told': told}
     start = on_rank0(find) or {}
     tensors = {name: start.pop(name, {}) for name in ('model', 'optimizer')}    # stay on rank 0
     start = from_rank0(start)
-    config.update({name: start['model_args'][name] for name in shape})
+    config.update({name: start['model_args'][name] for name in SHAPE})
     spec = start['meta']['tokenizer']
     config['tokenizer'] = spec if isinstance(spec, str) else spec['type']
     return {**start, **tensors, 'sharded': False, 'has_optimizer': start['resumed_from'] is not None}

@@ -28,7 +28,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
 from data.corpus import folder_path, get_tokenizer
-from scripts.common import fail, literal, load_pyplot, note, one_line_parser, printing, write_picture, write_result
+from scripts.common import (fail, literal, load_pyplot, note, one_line_parser, printing, run_tokens, write_picture,
+                            write_result)
 
 COLUMNS = 'iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'
 WINDOW_HEAD = 'offset', 'value', 'visits', 'loss', 'domain'
@@ -240,10 +241,9 @@ def drop_worst(out_dir, config, then, offset, value, share, folder):
     if config['data_order'] != 'epoch':
         raise ValueError(f'{out_dir}: --drop needs a run with --data_order=epoch, whose windows do not overlap')
     block_size = config['block_size']
-    (path, dtype, tokens), meta = find_bin(config['dataset'], 'train')
+    (path, dtype, tokens), meta = run_tokens(config, then)
     (val, _, val_tokens), _ = find_bin(config['dataset'], 'val')
-    seen = then.get('fingerprint')
-    if seen and seen != fingerprint(path, meta) or offset.max() + block_size > tokens:
+    if offset.max() + block_size > tokens:
         raise ValueError(f'{path} was prepared anew since the run: other text under the same offsets')
     worst = np.argsort(value, kind='stable')[:int(share * len(value))]
     dropped = np.zeros((tokens - 1) // block_size, bool)

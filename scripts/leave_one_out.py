@@ -18,7 +18,6 @@ checkpoint. Computes in float32, without dropout, on one CPU or GPU.
 """
 import csv
 import io
-import math
 import sys
 from pathlib import Path
 
@@ -28,14 +27,14 @@ from safetensors.numpy import load_file
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, fingerprint, read_tokens, sample_offsets
+from data.bins import find_bin, read_tokens, sample_offsets
 from model import GPT, GPTConfig
-from scripts.common import (fail, load_pyplot, lr_at, note, one_line_parser, printing, spearman, write_picture,
-                            write_result)
+from muon import EPS, MOMENTUM, orthogonal, scale_of
+from scripts.common import (choose_device, fail, load_pyplot, lr_at, note, one_line_parser, printing, run_tokens,
+                            spearman, write_picture, write_result)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
-EPS, MOMENTUM = 1e-8, 0.95      # of AdamW, and of Muon: train.py leaves them at these values
 
 
 # ---- a step of training as pure functions, {name: tensor} to {name: tensor}, through which autograd can go ----------
@@ -54,9 +53,8 @@ def step(weights, gradient, state, lr, config):
         g, s = gradient[name], state[name]
         decay = config['weight_decay'] if w.dim() >= 2 else 0.0
         if 'momentum_buffer' in s:
-            from muon import orthogonal
             mean = s['momentum_buffer'].lerp(g, 1 - MOMENTUM)
-            move = 0.2 * math.sqrt(max(w.shape)) * orthogonal(g.lerp(mean, MOMENTUM)[None])[0]
+            move = scale_of(w.shape) * orthogonal(g.lerp(mean, MOMENTUM)[None])[0]
             state_after[name] = {'momentum_buffer': mean}
         else:
             beta1, beta2, t = config['beta1'], config['beta2'], int(s['step']) + 1
@@ -87,11 +85,10 @@ def update_vector(G, state, lr, config):
     for name, s in state.items():
         g = G[name]
         if 'momentum_buffer' in s:
-            from muon import orthogonal
             ahead = (s['momentum_buffer'] * MOMENTUM ** 2).requires_grad_()
             with torch.enable_grad():
                 back, = torch.autograd.grad(orthogonal(ahead[None])[0], ahead, g)
-            carried[name] = lr * 0.2 * math.sqrt(max(g.shape)) * (1 - MOMENTUM ** 2) * back
+            carried[name] = lr * scale_of(g.shape) * (1 - MOMENTUM ** 2) * back
         else:
             beta1, beta2, t = config['beta1'], config['beta2'], int(s['step']) + 1
             square = beta2 * s['exp_avg_sq'] + (1 - beta2) * g * g
@@ -206,9 +203,7 @@ def main():
         parser.error(f'--horizon={args.horizon}: expected numbers of steps such as 1,5,20')
     if args.samples < 3 or args.windows < 0:
         parser.error(f'--samples={args.samples} must be at least 3, and --windows={args.windows} at least 1')
-    device = args.device
-    if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    device, _ = choose_device(args.device, 'float32')
     source, run = args.checkpoint, args.checkpoint
     if run.is_file():
         run = run.parent
@@ -220,10 +215,7 @@ def main():
     config, t, state = checkpoint['config'], checkpoint['iter_num'], checkpoint['optimizer'].get('state')
     if not state or 'data_order' not in config:
         fail(f'{source} has no optimizer state of train.py: give a checkpoint of a run')
-    train, meta = find_bin(config['dataset'], 'train')
-    recorded = (checkpoint['meta'] or {}).get('fingerprint')
-    if recorded and recorded != fingerprint(train[0], meta):
-        fail(f'{train[0]} was prepared anew since the run: other text under the same offsets')
+    train, _ = run_tokens(config, checkpoint['meta'])
     per_step = config['gradient_accumulation_steps'] * config['batch_size']
     samples = min(args.samples, per_step)
     if samples < 3:

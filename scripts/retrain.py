@@ -42,7 +42,7 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
 from model import GPT, GPTConfig
-from scripts.common import fail, lr_at, note, one_line_parser, printing, spearman
+from scripts.common import fail, lr_at, note, one_line_parser, printing, run_tokens, spearman
 from scripts.data_value import by_window, read_ghost, without
 from weights import newest_checkpoint, read_checkpoint
 
@@ -120,10 +120,7 @@ def read_run(out_dir):
                          ('dtype', ['float32', 'bfloat16']), ('init_from', ['scratch', 'auto', 'resume'])):
         if config.get(name) not in wanted:
             raise ValueError(f'{out_dir}: the run has {name}={config.get(name)!r}, this needs --{name}={wanted[0]}')
-    bin, meta = find_bin(config['dataset'], 'train')
-    recorded = (checkpoint['meta'] or {}).get('fingerprint')
-    if recorded and recorded != fingerprint(bin[0], meta):
-        raise ValueError(f'{bin[0]} was prepared anew since the run: other text under the same offsets')
+    run_tokens(config, checkpoint['meta'])
     ranks = json.loads(Path(out_dir, 'config.json').read_text(encoding='utf-8')).get('world_size', 1)
     if ranks != 1 and config['dropout'] > 0:
         raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {ranks} processes, each with draws of '

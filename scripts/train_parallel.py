@@ -13,7 +13,6 @@ Data, settings and log are train.py's, and each script goes on from the other's 
 mesh computes the same up to rounding, but for dropout, whose masks differ from rank to rank.
 """
 import atexit
-import json
 import logging
 import math
 import os
@@ -38,13 +37,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
                         load_start, save_sharded, state_of)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
-from scripts.common import lr_at
+from scripts.common import log_record, lr_at, tell
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
 tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
@@ -178,6 +177,9 @@ mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_repl
                              mesh_dim_names=('pipeline', 'replicate', 'shard', 'tensor'))
 by_context = dist.init_device_mesh(device.split(':')[0], (data_ranks * pipeline_parallel, context_parallel,
                                    tensor_parallel), mesh_dim_names=('others', 'context', 'tensor'))
+for some in (mesh, by_context):
+    for name in some.mesh_dim_names:    # torch gives them its own timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, some[name].get_group())
 pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
 context_mesh, data_rank = by_context['context'], by_context.get_local_rank('others') % data_ranks
 context_rank = context_mesh.get_local_rank()
@@ -185,7 +187,7 @@ context_rank = context_mesh.get_local_rank()
 def say(message):
     """Rank 0 prints a line."""
     if rank == 0:
-        print(message, flush=True)
+        tell(message, sys.stdout)
 
 def sum_over_ranks(*numbers):
     """The sums of numbers or scalar tensors, the same on every rank, as a list; all ranks participate."""
@@ -201,13 +203,12 @@ with one_line():        # a ValueError inside, which is about the user's input, 
 meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
 if bins['train'][0].parent == Path(dataset):
     config['dataset'] = os.path.abspath(dataset)
-shape_names = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm')
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
-    start = find_start(config, given, meta, shape_names)
+    start = find_start(config, given, meta)
 for line in start['told']:
     say(line)
 model_args, iter_num, best_val_loss = start['model_args'], start['iter_num'], start['best_val_loss']
-shape = {name: model_args[name] for name in shape_names}
+shape = {name: model_args[name] for name in SHAPE}
 config.update(shape)
 globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
 vocab_size, start_iter = model_args['vocab_size'], iter_num
@@ -372,7 +373,7 @@ opt = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, beta
 TIED, tied_group = 'transformer.wte.weight', None
 if pipeline_parallel > 1:
     for ranks in mesh.mesh.flatten(1).T.tolist():       # of one pipeline
-        group = dist.new_group([ranks[0], ranks[-1]])   # all ranks make all groups
+        group = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)      # all ranks make all groups
         if rank in (ranks[0], ranks[-1]):
             tied_group = group
 copies = []     # of each parameter: how many ranks hold the same numbers as this one
@@ -486,6 +487,21 @@ def mean_losses(batches, training):
         losses.append(loss.detach())
     return losses
 
+def train_batches(step):
+    """This rank's micro-batches of a step."""
+    batches = []
+    for micro in range(micro_batches):
+        j = (micro * data_ranks + data_rank) * batch_size + np.arange(batch_size)
+        batches.append(read_windows('train', train_offsets(step, j)))
+    return batches
+
+def loss_is_finite():
+    """Whether the weights give a finite loss, on the step that comes next; all ranks participate."""
+    model.eval()
+    losses = mean_losses(train_batches(iter_num), training=False)
+    model.train()
+    return math.isfinite(sum_over_ranks(sum(losses))[0])
+
 def evaluate():
     """Mean loss of each split, nats, over eval_iters batches of evenly spread windows."""
     model.eval()
@@ -513,8 +529,7 @@ if rank == 0:
 def log(**entry):
     """A line of log.jsonl."""
     if rank == 0:
-        with open(Path(out_dir, 'log.jsonl'), 'a') as f:
-            f.write(json.dumps(entry) + '\n')
+        log_record(Path(out_dir, 'log.jsonl'), entry)
 
 card = torch.cuda.get_device_name() if gpus else device
 peak, flops_per_step = peak_flops(card), whole.flops_per_token() * tokens_per_step
@@ -538,8 +553,9 @@ def stop_not_finite(what):
     fail(f'step {iter_num}: {what}; try a lower learning_rate', code=1)
 
 stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, on_signal)
+for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
+    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+        signal.signal(getattr(signal, name), on_signal)
 model.train()
 saved_at, stopping = start_iter, False      # the newest checkpoint; by a signal
 timed_from, clock = start_iter, time.perf_counter()
@@ -563,6 +579,9 @@ while True:
     else:
         due = improved or (evaluating and always_save_checkpoint)
     save_last = (due or done or stopping) and iter_num > saved_at
+    if save_last and not evaluating and not loss_is_finite():
+        say(f'step {iter_num}: the loss is not finite: these weights are not saved')
+        save_last = False
     if iter_num > 0 and (save_last or improved):
         save(save_last, improved)
         saved_at = iter_num
@@ -573,11 +592,7 @@ while True:
 
     if dropout > 0:     # no two ranks compute the same activations, so each has masks of its own
         torch.manual_seed(int(hash64(seed, iter_num, rank)[0] >> np.uint64(1)))
-    batches = []
-    for micro in range(micro_batches):
-        j = (micro * data_ranks + data_rank) * batch_size + np.arange(batch_size)
-        batches.append(read_windows('train', train_offsets(iter_num, j)))
-    losses = mean_losses(batches, training=True)
+    losses = mean_losses(train_batches(iter_num), training=True)
     if tied_group and TIED in params:       # the first stage's gradient and the last's are of one matrix
         dist.all_reduce(params[TIED].grad.to_local(), group=tied_group)
     gradients = [p.grad.to_local() for p in params.values()]

@@ -36,14 +36,13 @@ from scripts.export import export
 from scripts.load_grads import find_keys, load_pairs, norm
 from weights import read_checkpoint
 
-SHAPE = 'n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'rope', 'qk_norm'
 VALUES = [None, True, -1, 0, 2**31, 2**70, 0.5, float('inf'), '', 'x', '../x', [], {}, [[]], {'a': 1}, b'x', (1,)]
 
 
 def start(run):
     """As train.py does that resumes there, up to the first step."""
     config = {**json.loads((run / 'settings.json').read_text()), 'init_from': 'resume', 'out_dir': str(run)}
-    found = choose_start(config, set(), load_meta(run.parent / 'data'), SHAPE)
+    found = choose_start(config, set(), load_meta(run.parent / 'data'))
     model = GPT(GPTConfig(**found['model_args']))
     optimizer = torch.optim.AdamW(model.param_groups(0.1), fused=True)
     load_start({**found, 'has_optimizer': bool(found.get('optimizer'))}, model, optimizer,

@@ -366,6 +366,9 @@ def test_bad_datasets(tmp_path, monkeypatch, capsys):
     assert 'train.csv: 1,001 labels in 1,001 rows' in says(train_csv=range(1001), val_csv='1')
     assert len(says(train_csv=range(1000), val_csv='x')) < 500
     assert 'train.csv and train.jsonl: which one?' in says(train_csv='ab', train_jsonl='ab', val_csv='a')
+    (tmp_path / 'train.jsonl').unlink()
+    (tmp_path / 'train.csv').rename(tmp_path / 'TRAIN.CSV')
+    assert read_dataset(tmp_path)['train'][1] == ['a', 'b']
     rows = [('a', 'one\rtwo'), ('b', 'x')]
     write_labelled(tmp_path / 'new', ('label', 'text'), dict.fromkeys(ROWS, rows), overwrite=False)
     assert read_dataset(tmp_path / 'new')['train'][1:3] == (['a', 'b'], ['one\rtwo', 'x'])

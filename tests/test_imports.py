@@ -9,7 +9,8 @@ import pytest
 from conftest import ENV, ROOT
 
 NAMES = ('data', 'scripts', 'model', 'muon', 'kernels', 'checkpoint', 'weights', 'configurator', 'common', 'bins',
-         'corpus', 'tests', 'train', 'plot', 'sample', 'export', 'bench')
+         'corpus', 'tests', 'train', 'plot', 'sample', 'export', 'bench', 'profiles', 'labelled', 'reading', 'download',
+         'classify', 'retrain', 'leave_one_out', 'docs', 'config')
 
 
 def below(*patterns):

@@ -119,3 +119,4 @@ def test_against_a_run(tmp_path, fork):
         assert what in fork(tmp_path, *args, script=SCRIPT, tiny_args=False, rc=None).err
     fork(tmp_path, '--out_dir=two', '--max_iters=1', '--gradient_accumulation_steps=1', '--batch_size=2')
     assert 'a step has 2 samples' in fork(tmp_path, 'two', script=SCRIPT, tiny_args=False, rc=2)
+    assert 'device=cpu:x: expected' in fork(tmp_path, 'two', '--device=cpu:x', script=SCRIPT, tiny_args=False, rc=2)

@@ -97,6 +97,12 @@ def test_every_mesh_trains_as_plain(chain, mesh):
     chain(mesh)
 
 
+def test_weights_whose_loss_is_not_finite_are_not_saved(launch, tmp_path):
+    done = launch(tmp_path, 'pp2', '--learning_rate=1e18', '--decay_lr=False', '--checkpoint_interval=1',
+                  '--eval_interval=1000', rc=1)
+    assert 'these weights are not saved' in done.out and not (tmp_path / 'out' / 'ckpt_dcp').exists()
+
+
 def test_train_goes_on_from_a_mesh(chain, launch):
     out = chain.before['out']
     launch(out.parent, 'plain', '--init_from=resume')

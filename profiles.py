@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from data.bins import write_file
+
 WARM_UP = 2         # steps of a run before the first that is profiled: they compile, and make what is made once
 EVENTS = 200_000    # allocations that are remembered, a few steps' worth
 running = []        # the profiler, while it runs
@@ -54,8 +56,7 @@ def write_profile(profiler, out_dir, rank):
     os.replace(folder / f'rank{rank}.tmp.json.gz', trace)
     by = 'self_cuda_time_total' if torch.cuda.is_available() else 'self_cpu_time_total'
     text = profiler.key_averages().table(by, row_limit=-1, max_name_column_width=90)
-    Path(f'{table}.tmp').write_text(text, encoding='utf-8')
-    os.replace(f'{table}.tmp', table)
+    write_file(Path(table), text.encode())
     return [trace, table]
 
 
