@@ -1,35 +1,34 @@
-"""Which kind of value says what a window did for a run? Many kinds at once, held against hundreds of trainings.
+"""Which kind of value says what a window did for a run? Many kinds, held against hundreds of trainings.
 
 python scripts/value_kinds.py [--dataset=shakespeare_char] [--size=0.8M] [--learning_rate=1.5e-3] [--visits=4]
     [--steps=500] [--seeds=2] [--halves=200] [--other_seed=N] [--garbled=SHARE] [--drop] [--at_once=N] [--device=auto]
     [--out=FILE]
 
-Trains --seeds models on random windows of a dataset of characters, each window seen --visits times, and sums for each
-window several kinds of value over the run. Then it trains again on random halves of the windows, with the same start
-and order: a window that is left out does not enter its batch. Prints for each kind the linear datamodeling score (LDS:
-Spearman's correlation, over the halves, of the real validation loss with the summed values of what was left out) with
-a 95% interval, and its difference to `dot` with 32 fixed validation windows, paired, with an interval. All intervals
-are bootstraps over the halves: the seeds are too few for one. docs/values.md has what came out.
+Trains --seeds models on random windows of a dataset of characters, each window seen --visits times, and sums several
+kinds of value for each window. Then it trains again on random halves of the windows, with the same start and order: a
+window that is left out does not enter its batch. Prints for each kind the linear datamodeling score (LDS: Spearman's
+correlation over the halves of the real validation loss with the sum of the values of what was left out), with a 95%
+interval, and the paired difference to `dot` with 32 fixed validation windows. The intervals are bootstraps over halves
+and say nothing of how runs differ. docs/values.md has what came out.
 
-Kinds, all in nats; g the window's gradient, G that of the validation loss before the step, P AdamW's factor:
-  dot                         lr * clip_coef * <g, G> / 32, as scripts/data_value.py has it
-  dot, averaged 0.9           G averaged over the steps so far, with this decay
-  update                      P G in place of G; P with v as if the validation batch were the next
-  update of average 0.9       P times the averaged G; also with 0.97
-  average of update 0.9       P G averaged
-  update half-way             P of the step itself, and the mean of G before and after it
-  effect                      exact to first order: G after the step, carried back through AdamW and clipping
-Validation windows: 8, 32 or 256 of them, fixed or drawn anew in each step; the last two kinds with 256 fixed ones.
+Kinds, in nats. g: the window's gradient; G: the validation loss's, before the step; P: AdamW's factor.
+  dot                     lr * clip_coef * <g, G> / 32, as scripts/data_value.py has it
+  dot, averaged 0.9       with G averaged over the steps so far, with this decay
+  update                  with P G in place of G; v in P as if the validation batch were the next
+  update of average 0.9   with P times the averaged G; also 0.97
+  average of update 0.9   with P G averaged
+  update half-way         with the step's own P, times the mean of G before and after it
+  effect                  exact to first order: with G after the step, carried back through AdamW and clipping
+Validation windows: 8, 32 or 256, fixed or drawn anew in each step; for the last two kinds 256 fixed ones.
 
---other_seed: so many of each seed's halves are trained again, from another start and in another order; and from the
-same start, disturbed by 1e-6. How well their losses agree tells what any value can know at best. --garbled: in this
-share of the windows characters are replaced at random; adds the AUC of each kind, clean against garbled. --drop:
-trains also without the fifth that some kinds find worst, without a random fifth, and on all; 5 other seeds per run.
---size: 0.8M, 10.7M, or tiny, which a CPU can do. --at_once: trainings at a time; fewer take less memory.
---out: adds the results to FILE, one JSON object a line.
+--other_seed: N halves of each run are trained again with another start and order, and with the same start disturbed
+by 1e-6: how well the losses agree is what a value can know at best. --garbled: this share of the windows gets random
+characters; adds the AUC of each kind, clean against garbled. --drop: also trains without the fifth that some kinds
+find worst, without a random fifth, and on all, with 5 other seeds per run. --size: 0.8M, 10.7M, or tiny for a CPU.
+--at_once: trainings at a time; fewer take less memory. --out: adds the results to FILE, one JSON object a line.
 
-The model is model.py's GPT (no biases, no dropout), written again for many models at once: each parameter is a stack
-and each matmul a batched one, so that one GPU does hundreds of trainings in a minute. A test holds it against model.py.
+The model is model.py's GPT without biases, written again for many models at once: each parameter is a stack and each
+matmul a batched one, so that one GPU does hundreds of trainings in a minute. A test holds it against model.py.
 """
 import json
 import math
@@ -137,8 +136,8 @@ def factor(square, t):
 
 
 def effect_vector(gradient, mean, square, t, G_after):
-    """u (M,P) with lr * clip_coef * <g_i, u> / B = minus the derivative of the validation loss after step t by sample
-    i's weight. gradient: the batch's mean before clipping; mean, square: after the step; G_after: the gradient there."""
+    """u (M,P): lr * clip_coef * <g_i, u> / B is minus the derivative of the validation loss after step t by sample i's
+    weight. gradient: the batch's mean before clipping; mean, square: after the step; G_after: the gradient there."""
     clip_coef, correction = clip(gradient), 1 - BETA2 ** (t + 1)
     root = (square / correction).sqrt()
     by_square = mean / (1 - BETA1 ** (t + 1)) * (1 - BETA2) * clip_coef * gradient / correction
@@ -197,13 +196,9 @@ def values_of_runs(args, train, val, vocab):
     flat = torch.stack([initial(size, vocab, run) for run in runs]).to(device)                      # (R,P)
     decay = [torch.full((math.prod(s),), DECAY if len(s) > 1 else 0.0) for s in shapes(size, vocab).values()]
     decay, mean, square = torch.cat(decay).to(device), torch.zeros_like(flat), torch.zeros_like(flat)
-    values, averages = torch.zeros(args.seeds, len(KINDS), args.windows, device=device), {}
-
-    def average(name, new, decay):
-        averages[name] = averages[name].lerp(new, 1 - decay) if name in averages else new
-        return averages[name]
-
+    values = torch.zeros(args.seeds, len(KINDS), args.windows, device=device)
     G, f256 = validation_gradients(flat, val, fixed, draw(val, generators), size, vocab), SOURCES.index('fixed 256')
+    G_9 = G_97 = G                                                              # averages
     for t in range(args.steps):
         chosen, lr = order[:, t], lr_of(args, t)
         batch = windows.gather(1, chosen[..., None].expand(-1, -1, T + 1))                          # (R,B,T+1)
@@ -212,8 +207,9 @@ def values_of_runs(args, train, val, vocab):
         gradient = per_sample.mean(1)                                                               # (R,P)
         clip_coef = clip(gradient)
         P = factor(BETA2 * square[:, None] + (1 - BETA2) * G * G, t)                                # (R,6,P)
-        average_9 = average('G 0.9', G, 0.9)
-        vectors = [G, average_9, P * G, P * average_9, P * average('G 0.97', G, 0.97), average('P G', P * G, 0.9)]
+        G_9, G_97, PG = G_9.lerp(G, 0.1), G_97.lerp(G, 0.03), P * G
+        PG_9 = PG if t == 0 else PG_9.lerp(PG, 0.1)
+        vectors = [G, G_9, PG, P * G_9, P * G_97, PG_9]
         flat, mean, square = adamw(flat, clip_coef * gradient, mean, square, t, lr, decay)
         before, G = G, validation_gradients(flat, val, fixed, draw(val, generators), size, vocab)
         half_way = factor(square, t) * (before[:, f256] + G[:, f256]) / 2
@@ -235,9 +231,9 @@ def evaluate(params, val, size, device, low=False):
     return torch.cat(found, 1).double().cpu().numpy()
 
 
-def train_once(args, train, val, vocab, tasks):
-    """Train a model for each task (run whose windows, seed of start and order, kept windows bool (N,), noise at the
-    start), all at once; a step's mean is over the kept ones. Returns the losses (tasks, validation windows)."""
+def train_once(args, train, val, vocab, tasks, noise):
+    """Train a model for each task (run whose windows, seed of start and order, kept windows bool (N,)), all at once; a
+    step's mean is over the kept ones. noise: added to the start. Returns the losses (tasks, validation windows)."""
     size, device, low = args.size, args.device, args.device == 'cuda' and args.size == '10.7M'
     runs, seeds = sorted({task[0] for task in tasks}), sorted({task[1] for task in tasks})
     windows = torch.stack([windows_of(args, train, vocab, run)[0] for run in runs]).to(device)
@@ -246,9 +242,8 @@ def train_once(args, train, val, vocab, tasks):
     which_order = torch.tensor([seeds.index(task[1]) for task in tasks], device=device)
     keep = torch.tensor(np.array([task[2] for task in tasks])).to(device)                           # (M,N)
     starts = {seed: initial(size, vocab, seed) for seed in seeds}
-    noise = torch.Generator().manual_seed(0)
-    flat = torch.stack([starts[seed] + size_of * torch.randn(starts[seed].shape, generator=noise) if size_of > 0
-                        else starts[seed] for _, seed, _, size_of in tasks]).to(device)
+    flat = torch.stack([starts[seed] for _, seed, _ in tasks]).to(device)
+    flat += noise * torch.randn_like(flat)
     params = {name: p.clone().requires_grad_() for name, p in split(flat, size, vocab).items()}
     groups = [{'params': [p for p in params.values() if p.dim() > 2], 'weight_decay': DECAY},
               {'params': [p for p in params.values() if p.dim() == 2], 'weight_decay': 0.0}]
@@ -256,8 +251,9 @@ def train_once(args, train, val, vocab, tasks):
     for t in range(args.steps):
         chosen = order[which_order, t]                                                              # (M,B)
         kept = keep.gather(1, chosen)
-        first = kept.int().argsort(dim=1, descending=True, stable=True)[:, :int(kept.sum(1).max())]     # kept ones first
-        chosen, kept = chosen.gather(1, first), kept.gather(1, first)           # as many columns as any model needs
+        first = kept.int().argsort(dim=1, descending=True, stable=True)         # the kept ones first, and
+        first = first[:, :int(kept.sum(1).max())]                               # no more columns than a model needs
+        chosen, kept = chosen.gather(1, first), kept.gather(1, first)
         loss = (losses(params, windows[which, chosen], size, low) * kept).sum(1) / kept.sum(1).clamp(min=1)
         loss.sum().backward()
         clip_coef = clip(torch.stack([p.grad.flatten(1).norm(dim=1) for p in params.values()], 1))  # (M,1)
@@ -270,11 +266,11 @@ def train_once(args, train, val, vocab, tasks):
     return evaluate(params, val, size, device, low)
 
 
-def train_all(args, train, val, vocab, tasks):
+def train_all(args, train, val, vocab, tasks, noise=0.0):
     """train_once for all tasks, args.at_once at a time."""
     found, began = [], time.perf_counter()
     for i in range(0, len(tasks), args.at_once):
-        found.append(train_once(args, train, val, vocab, tasks[i:i + args.at_once]))
+        found.append(train_once(args, train, val, vocab, tasks[i:i + args.at_once], noise))
         note(f'{min(i + args.at_once, len(tasks))} of {len(tasks)} trained, {time.perf_counter() - began:.0f} s')
     return np.concatenate(found)
 
@@ -323,24 +319,26 @@ def drop(args, train, val, vocab, values):
                 kept[name, ''] = generator.permutation(N) >= N // 5
             for kind in DROP:
                 kept[kind] = np.argsort(np.argsort(values[run, KINDS.index(kind)])) >= N // 5
-            tasks += [(run, seed, keep, 0.0) for keep in kept.values()]
+            tasks += [(run, seed, keep) for keep in kept.values()]
             names = list(kept)
     found = train_all(args, train, val, vocab, tasks).reshape(args.seeds, 5, len(names), -1)        # (R,5,names,n)
-    at = torch.arange(0, len(val) - T - 1, T)
     fixed = draw(val, [torch.Generator().manual_seed(3000 + run) for run in range(args.seeds)])
-    apart = ((at - fixed[..., None]).abs() > T).all(1).numpy()      # (R,n): shares no token with the fixed windows
+    gap = (torch.arange(0, len(val) - T - 1, T) - fixed[..., None]).abs()       # (R,256,n)
+    apart = (gap > T).all(1).numpy()[:, None, None]                             # (R,1,1,n): share no token with fixed
     rows = []
-    print(f'\nwithout the worst fifth, {args.seeds} x 5 seeds\n{"by":<24}{"windows":<12}{"loss":>7}  minus a random '
-          'fifth, standard error; over windows apart from the fixed ones')
-    both = [found.mean(-1), np.stack([some[..., where].mean(-1) for some, where in zip(found, apart)])]  # (R,5,names)
+    print(f'\nwithout the worst fifth, {args.seeds} x 5 seeds; in brackets: over validation windows apart from the fixed '
+          f'ones\n{"by":<24}{"windows":<12}{"loss":>6}  minus a random fifth, standard error')
     for i, (kind, source) in enumerate(names):
-        minus = [(x[..., i] - x[..., 1:3].mean(-1)).ravel() for x in both]
-        row = dict(what='drop', kind=kind, windows=source, loss=both[0][..., i].mean())
-        for name, x in zip(('minus_random', 'minus_random_apart'), minus):
-            row |= {name: x.mean(), f'{name}_error': x.std(ddof=1) / math.sqrt(len(x))}
+        row, line = dict(what='drop', kind=kind, windows=source), f'{kind:<24}{source:<12}'
+        for name, where in (('', np.ones_like(apart)), ('_apart', apart)):
+            loss = found.mean(-1, where=where)                                  # (R,5,names)
+            minus = loss[..., i] - loss[..., 1:3].mean(-1)
+            error = minus.std(ddof=1) / math.sqrt(minus.size)
+            row |= {f'loss{name}': loss[..., i].mean(), f'minus_random{name}': [minus.mean(), error]}
+            cell = f'{minus.mean():+.4f} +- {error:.4f}'
+            line += f' ({cell})' if name else f'{loss[..., i].mean():.4f}  {cell}'
         rows.append(row)
-        print(f'{kind:<24}{source:<12}{row["loss"]:>7.4f}  {row["minus_random"]:+.4f} +- {row["minus_random_error"]:.4f}'
-              f'; {row["minus_random_apart"]:+.4f} +- {row["minus_random_apart_error"]:.4f}')
+        print(line)
     return rows
 
 
@@ -374,29 +372,36 @@ def settings():
     return args
 
 
-def main():
-    args, tokens = settings(), {}
-    for split_name in ('train', 'val'):
-        found, meta = find_bin(args.dataset, split_name)
+def read_data(args):
+    """The tokens of train and val, int64, and the number of characters."""
+    tokens = []
+    for name in ('train', 'val'):
+        found, meta = find_bin(args.dataset, name)
         if not isinstance(meta.get('tokenizer'), dict):
             fail(f'{found[0]} is not of characters: name a dataset of data/shakespeare_char/prepare.py or the like')
         check_tokens(found, meta, T + 1, meta['vocab_size'])
-        tokens[split_name] = torch.from_numpy(np.fromfile(*found[:2]).astype(np.int64))
-    train, val, vocab = tokens['train'], tokens['val'], meta['vocab_size']
-    if (len(train) - 1) // T < args.windows:
+        tokens.append(torch.from_numpy(np.fromfile(*found[:2]).astype(np.int64)))
+    there = (len(tokens[0]) - 1) // T
+    if there < args.windows:
         fail(f'--steps={args.steps} with --visits={args.visits} need {args.windows:,} windows of {T} tokens, '
-             f'{args.dataset} has {(len(train) - 1) // T:,}: more visits or fewer steps')
+             f'{args.dataset} has {there:,}: more visits or fewer steps')
+    return *tokens, meta['vocab_size']
+
+
+def main():
+    args = settings()
+    data = train, val, vocab = read_data(args)
     if args.out:
         must_be_writable(args.out)
 
-    def keep(rows):     # what is finished stays, also where the rest fails
+    def keep(rows):     # at once, so that it stays if the rest fails
+        job = {name: value for name, value in vars(args).items() if name not in ('out', 'at_once', 'drop')}
         if args.out:
-            job = {name: value for name, value in vars(args).items() if name not in ('out', 'at_once', 'drop')}
             with open(args.out, 'a', encoding='utf-8') as file:
                 file.writelines(json.dumps({**row, 'job': job}) + '\n' for row in rows)
 
     torch.set_float32_matmul_precision('high')
-    runs, data = range(args.seeds), (train, val, vocab)
+    runs = range(args.seeds)
     values, flat = values_of_runs(args, *data)
     own = evaluate(split(flat, args.size, vocab), val, args.size, args.device).mean(1)
     print(f'{args.size}, learning rate {args.learning_rate:g}, {args.steps} steps, {args.windows:,} windows; '
@@ -410,18 +415,18 @@ def main():
             rows.append(dict(what='auc', kind=kind, windows=source, auc=each))
         keep(rows)
     kept = np.stack([np.random.default_rng(5000 + run).random((args.halves, args.windows)) < 0.5 for run in runs])
-    halves = train_all(args, *data, [(run, run, half, 0.0) for run in runs for half in kept[run]]).mean(1)
-    halves, sums = halves.reshape(args.seeds, -1), values @ (~kept).transpose(0, 2, 1).astype(np.float32)   # (R,kinds,n)
+    halves = train_all(args, *data, [(run, run, half) for run in runs for half in kept[run]]).mean(1)
+    halves = halves.reshape(args.seeds, -1)                                     # (R,halves)
+    sums = values @ (~kept).transpose(0, 2, 1).astype(np.float32)               # (R,kinds,halves)
     keep(score('LDS', sums, halves))
     n = args.other_seed
-    for name, shift, noise in (('same seed, disturbed', 0, 1e-6), ('other seed', 500, 0.0)):
-        if n:
-            tasks = [(run, shift + run, half, noise) for run in runs for half in kept[run, :n]]
-            again = train_all(args, *data, tasks).mean(1).reshape(args.seeds, n)
+    if n > 0:
+        for name, shift, noise in (('same seed, disturbed', 0, 1e-6), ('other seed', 500, 0.0)):
+            tasks = [(run, shift + run, half) for run in runs for half in kept[run, :n]]
+            again = train_all(args, *data, tasks, noise).mean(1).reshape(args.seeds, n)
             each = spearman(halves[:, :n], again)
-            print(f'\nthe same {n} halves again, {name}: correlation of the losses {" ".join(f"{x:.4f}" for x in each)}')
+            print(f'\nthe same {n} halves again, {name}: correlation of the losses', *each.round(4))
             keep([dict(what='again', kind=name, spearman=each.tolist())])
-    if n:
         keep(score('LDS of the other seed', sums[..., :n], again))
     if args.drop:
         keep(drop(args, *data, values))
