@@ -43,8 +43,8 @@ import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import check_tokens, find_bin
-from scripts.common import (choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, ranks,
-                            spearman)
+from scripts.common import (choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman)
+from scripts.find_noise import auc
 
 T, B = 64, 32                                   # tokens a window, windows a step
 BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.99, 1e-8, 0.1, 1.0
@@ -61,10 +61,10 @@ DROP = [('dot', 'fixed 32'), ('dot', 'anew 32'), ('update', 'anew 32'), ('update
 
 
 # ---- the stacked model: M models, P numbers each ---------------------------------------------------------------------
-def shapes(size, vocab):
+def shapes(args):
     """{name: shape} of one model's parameters, in the order in which they lie in its row of P numbers."""
-    layers, _, C = SIZES[size]
-    found = {'wte': (vocab, C), 'wpe': (T, C)}
+    layers, _, C = SIZES[args.size]
+    found = {'wte': (args.vocab, C), 'wpe': (T, C)}
     for i in range(layers):
         found |= {f'{i}.attn': (C, 3 * C), f'{i}.attn.proj': (C, C), f'{i}.fc': (C, 4 * C), f'{i}.fc.proj': (4 * C, C)}
     for i in range(layers):
@@ -72,18 +72,18 @@ def shapes(size, vocab):
     return found | {'ln_f': (C,)}
 
 
-def initial(size, vocab, seed):
+def initial(args, seed):
     """(P,): weights at the start."""
     generator, parts = torch.Generator().manual_seed(seed), []
-    for name, shape in shapes(size, vocab).items():
-        std = 0.02 / math.sqrt(2 * SIZES[size][0]) if name.endswith('proj') else 0.02
+    for name, shape in shapes(args).items():
+        std = 0.02 / math.sqrt(2 * SIZES[args.size][0]) if name.endswith('proj') else 0.02
         parts.append(torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std)
     return torch.cat([part.flatten() for part in parts])
 
 
-def split(flat, size, vocab):
+def split(flat, args):
     """(M,P) -> {name: (M, *shape)}, views of it."""
-    named = shapes(size, vocab)
+    named = shapes(args)
     parts = flat.split([math.prod(shape) for shape in named.values()], 1)
     return {name: part.view(len(flat), *shape) for (name, shape), part in zip(named.items(), parts)}
 
@@ -110,10 +110,10 @@ def losses(params, windows, size, low=False):
     return F.cross_entropy(logits, targets.reshape(-1), reduction='none').view(M, n, T).mean(2)
 
 
-def gradients(flat, windows, size, vocab):
+def gradients(flat, windows, args):
     """(M,P): the gradient of each model's loss, summed over its windows (M,n,T+1)."""
-    params = {name: p.detach().requires_grad_() for name, p in split(flat, size, vocab).items()}
-    found = torch.autograd.grad(losses(params, windows, size).sum(), list(params.values()))
+    params = {name: p.detach().requires_grad_() for name, p in split(flat, args).items()}
+    found = torch.autograd.grad(losses(params, windows, args.size).sum(), list(params.values()))
     return torch.cat([g.flatten(1) for g in found], 1)
 
 
@@ -123,16 +123,15 @@ def clip(gradient):
     return (CLIP / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
 
 
+def factor(square, t):
+    """P: by what AdamW multiplies an entry of the gradient in step t, if that makes its average square this."""
+    return (1 - BETA1) / (1 - BETA1 ** (t + 1)) / ((square / (1 - BETA2 ** (t + 1))).sqrt() + EPS)
+
+
 def adamw(flat, gradient, mean, square, t, lr, decay):
     """Weights, mean and square (M,P) after step t with a clipped gradient; decay (P,)."""
     mean, square = BETA1 * mean + (1 - BETA1) * gradient, BETA2 * square + (1 - BETA2) * gradient * gradient
-    move = mean / (1 - BETA1 ** (t + 1)) / ((square / (1 - BETA2 ** (t + 1))).sqrt() + EPS)
-    return flat * (1 - lr * decay) - lr * move, mean, square
-
-
-def factor(square, t):
-    """P: by what AdamW multiplies an entry of the gradient in step t, if its square is then this."""
-    return (1 - BETA1) / (1 - BETA1 ** (t + 1)) / ((square / (1 - BETA2 ** (t + 1))).sqrt() + EPS)
+    return flat * (1 - lr * decay) - lr * factor(square, t) * mean / (1 - BETA1), mean, square
 
 
 def effect_vector(gradient, mean, square, t, G_after):
@@ -148,7 +147,7 @@ def effect_vector(gradient, mean, square, t, G_after):
 
 
 # ---- the data of a run -----------------------------------------------------------------------------------------------
-def windows_of(args, train, vocab, run):
+def windows_of(args, train, run):
     """Windows (N,T+1) of train, and which of them are garbled, bool (N,)."""
     generator = torch.Generator().manual_seed(1000 + run)
     at = torch.randperm((len(train) - 1) // T, generator=generator)[:args.windows] * T
@@ -156,7 +155,8 @@ def windows_of(args, train, vocab, run):
     garbled = torch.rand(args.windows, generator=generator) < args.garbled
     share = torch.rand(args.windows, 1, generator=generator)        # of a garbled window's characters
     replaced = (torch.rand(windows.shape, generator=generator) < share) & garbled[:, None]
-    return torch.where(replaced, torch.randint(vocab, windows.shape, generator=generator), windows), garbled.numpy()
+    anything = torch.randint(args.vocab, windows.shape, generator=generator)
+    return torch.where(replaced, anything, windows), garbled.numpy()
 
 
 def order_of(args, seed):
@@ -176,34 +176,34 @@ def lr_of(args, t):
 
 
 # ---- values, and trainings -------------------------------------------------------------------------------------------
-def validation_gradients(flat, val, fixed, anew, size, vocab):
+def validation_gradients(flat, val, fixed, anew, args):
     """(R,6,P) in the order of SOURCES: mean gradients over the first 8, 32 and 256 of each kind's windows."""
     windows = val[torch.cat((fixed, anew))[..., None] + torch.arange(T + 1)].to(flat.device)        # (2R,256,T+1)
     both, total, found = torch.cat((flat, flat)), 0, []
     for first, end in ((0, 8), (8, 32), (32, 256)):
-        total = total + gradients(both, windows[:, first:end], size, vocab)
+        total = total + gradients(both, windows[:, first:end], args)
         found.append(total / end)
     return torch.cat(torch.stack(found, 1).chunk(2), 1)
 
 
-def values_of_runs(args, train, val, vocab):
+def values_of_runs(args, train, val):
     """Train all seeds at once: values (R, kinds, N), and the weights at the end (R,P)."""
-    size, device, runs = args.size, args.device, range(args.seeds)
-    windows = torch.stack([windows_of(args, train, vocab, run)[0] for run in runs]).to(device)      # (R,N,T+1)
+    device, runs = args.device, range(args.seeds)
+    windows = torch.stack([windows_of(args, train, run)[0] for run in runs]).to(device)      # (R,N,T+1)
     order = torch.stack([order_of(args, run) for run in runs]).to(device)                           # (R,steps,B)
     generators = [torch.Generator().manual_seed(3000 + run) for run in runs]
     fixed = draw(val, generators)
-    flat = torch.stack([initial(size, vocab, run) for run in runs]).to(device)                      # (R,P)
-    decay = [torch.full((math.prod(s),), DECAY if len(s) > 1 else 0.0) for s in shapes(size, vocab).values()]
+    flat = torch.stack([initial(args, run) for run in runs]).to(device)                      # (R,P)
+    decay = [torch.full((math.prod(s),), DECAY if len(s) > 1 else 0.0) for s in shapes(args).values()]
     decay, mean, square = torch.cat(decay).to(device), torch.zeros_like(flat), torch.zeros_like(flat)
     values = torch.zeros(args.seeds, len(KINDS), args.windows, device=device)
-    G, f256 = validation_gradients(flat, val, fixed, draw(val, generators), size, vocab), SOURCES.index('fixed 256')
-    G_9 = G_97 = G                                                              # averages
+    G, f256 = validation_gradients(flat, val, fixed, draw(val, generators), args), SOURCES.index('fixed 256')
+    G_9, G_97, PG_9 = G, G, None                                                # averages
     for t in range(args.steps):
         chosen, lr = order[:, t], lr_of(args, t)
         batch = windows.gather(1, chosen[..., None].expand(-1, -1, T + 1))                          # (R,B,T+1)
         copies = flat.repeat_interleave(B, 0)                                   # a model per sample, so (R*B,P)
-        per_sample = gradients(copies, batch.view(-1, 1, T + 1), size, vocab).view(args.seeds, B, -1)
+        per_sample = gradients(copies, batch.view(-1, 1, T + 1), args).view(args.seeds, B, -1)
         gradient = per_sample.mean(1)                                                               # (R,P)
         clip_coef = clip(gradient)
         P = factor(BETA2 * square[:, None] + (1 - BETA2) * G * G, t)                                # (R,6,P)
@@ -211,7 +211,7 @@ def values_of_runs(args, train, val, vocab):
         PG_9 = PG if t == 0 else PG_9.lerp(PG, 0.1)
         vectors = [G, G_9, PG, P * G_9, P * G_97, PG_9]
         flat, mean, square = adamw(flat, clip_coef * gradient, mean, square, t, lr, decay)
-        before, G = G, validation_gradients(flat, val, fixed, draw(val, generators), size, vocab)
+        before, G = G, validation_gradients(flat, val, fixed, draw(val, generators), args)
         half_way = factor(square, t) * (before[:, f256] + G[:, f256]) / 2
         effect = effect_vector(gradient, mean, square, t, G[:, f256])
         vectors = torch.cat([*vectors, half_way[:, None], effect[:, None]], 1)  # (R,kinds,P)
@@ -222,29 +222,29 @@ def values_of_runs(args, train, val, vocab):
     return values.cpu().numpy(), flat
 
 
-def evaluate(params, val, size, device, low=False):
+def evaluate(params, val, args, low=False):
     """(M,n): the losses of all validation windows, one behind the other."""
-    windows = val[torch.arange(0, len(val) - T - 1, T)[:, None] + torch.arange(T + 1)].to(device)
+    windows = val[torch.arange(0, len(val) - T - 1, T)[:, None] + torch.arange(T + 1)].to(args.device)
     M = len(params['wte'])
     with torch.no_grad():
-        found = [losses(params, some.expand(M, *some.shape), size, low) for some in windows.split(64)]
+        found = [losses(params, some.expand(M, *some.shape), args.size, low) for some in windows.split(64)]
     return torch.cat(found, 1).double().cpu().numpy()
 
 
-def train_once(args, train, val, vocab, tasks, noise):
+def train_once(args, train, val, tasks, noise):
     """Train a model for each task (run whose windows, seed of start and order, kept windows bool (N,)), all at once; a
     step's mean is over the kept ones. noise: added to the start. Returns the losses (tasks, validation windows)."""
-    size, device, low = args.size, args.device, args.device == 'cuda' and args.size == '10.7M'
+    device, low = args.device, args.device == 'cuda' and args.size == '10.7M'
     runs, seeds = sorted({task[0] for task in tasks}), sorted({task[1] for task in tasks})
-    windows = torch.stack([windows_of(args, train, vocab, run)[0] for run in runs]).to(device)
+    windows = torch.stack([windows_of(args, train, run)[0] for run in runs]).to(device)
     order = torch.stack([order_of(args, seed) for seed in seeds]).to(device)
     which = torch.tensor([runs.index(task[0]) for task in tasks], device=device)[:, None]           # (M,1)
     which_order = torch.tensor([seeds.index(task[1]) for task in tasks], device=device)
     keep = torch.tensor(np.array([task[2] for task in tasks])).to(device)                           # (M,N)
-    starts = {seed: initial(size, vocab, seed) for seed in seeds}
+    starts = {seed: initial(args, seed) for seed in seeds}
     flat = torch.stack([starts[seed] for _, seed, _ in tasks]).to(device)
     flat += noise * torch.randn_like(flat)
-    params = {name: p.clone().requires_grad_() for name, p in split(flat, size, vocab).items()}
+    params = {name: p.clone().requires_grad_() for name, p in split(flat, args).items()}
     groups = [{'params': [p for p in params.values() if p.dim() > 2], 'weight_decay': DECAY},
               {'params': [p for p in params.values() if p.dim() == 2], 'weight_decay': 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(BETA1, BETA2), eps=EPS, fused=True)
@@ -254,7 +254,7 @@ def train_once(args, train, val, vocab, tasks, noise):
         first = kept.int().argsort(dim=1, descending=True, stable=True)         # the kept ones first, and
         first = first[:, :int(kept.sum(1).max())]                               # no more columns than a model needs
         chosen, kept = chosen.gather(1, first), kept.gather(1, first)
-        loss = (losses(params, windows[which, chosen], size, low) * kept).sum(1) / kept.sum(1).clamp(min=1)
+        loss = (losses(params, windows[which, chosen], args.size, low) * kept).sum(1) / kept.sum(1).clamp(min=1)
         loss.sum().backward()
         clip_coef = clip(torch.stack([p.grad.flatten(1).norm(dim=1) for p in params.values()], 1))  # (M,1)
         for p in params.values():
@@ -263,14 +263,14 @@ def train_once(args, train, val, vocab, tasks, noise):
             group['lr'] = lr_of(args, t)
         optimizer.step()
         optimizer.zero_grad()
-    return evaluate(params, val, size, device, low)
+    return evaluate(params, val, args, low)
 
 
-def train_all(args, train, val, vocab, tasks, noise=0.0):
+def train_all(args, train, val, tasks, noise=0.0):
     """train_once for all tasks, args.at_once at a time."""
     found, began = [], time.perf_counter()
     for i in range(0, len(tasks), args.at_once):
-        found.append(train_once(args, train, val, vocab, tasks[i:i + args.at_once], noise))
+        found.append(train_once(args, train, val, tasks[i:i + args.at_once], noise))
         note(f'{min(i + args.at_once, len(tasks))} of {len(tasks)} trained, {time.perf_counter() - began:.0f} s')
     return np.concatenate(found)
 
@@ -303,13 +303,7 @@ def score(what, sums, real):
     return rows
 
 
-def auc(good, bad):
-    """The probability that one of `good` is higher than one of `bad`."""
-    n = len(good)
-    return (ranks(np.concatenate((good, bad)))[:n].sum() - n * (n - 1) / 2) / (n * len(bad))
-
-
-def drop(args, train, val, vocab, values):
+def drop(args, train, val, values):
     """Print the loss after training without the worst fifth; returns its rows."""
     N, tasks, names, generator = args.windows, [], [], np.random.default_rng(7)
     for run in range(args.seeds):
@@ -321,16 +315,18 @@ def drop(args, train, val, vocab, values):
                 kept[kind] = np.argsort(np.argsort(values[run, KINDS.index(kind)])) >= N // 5
             tasks += [(run, seed, keep) for keep in kept.values()]
             names = list(kept)
-    found = train_all(args, train, val, vocab, tasks).reshape(args.seeds, 5, len(names), -1)        # (R,5,names,n)
+    found = train_all(args, train, val, tasks).reshape(args.seeds, 5, len(names), -1)        # (R,5,names,n)
     fixed = draw(val, [torch.Generator().manual_seed(3000 + run) for run in range(args.seeds)])
     gap = (torch.arange(0, len(val) - T - 1, T) - fixed[..., None]).abs()       # (R,256,n)
     apart = (gap > T).all(1).numpy()[:, None, None]                             # (R,1,1,n): share no token with fixed
-    rows = []
-    print(f'\nwithout the worst fifth, {args.seeds} x 5 seeds; in brackets: over validation windows apart from the fixed '
-          f'ones\n{"by":<24}{"windows":<12}{"loss":>6}  minus a random fifth, standard error')
+    rows, parts = [], [('', np.ones_like(apart))]
+    if apart.any(-1).all():
+        parts.append(('_apart', apart))
+    print(f'\nwithout the worst fifth, {args.seeds} x 5 seeds; in brackets: over validation windows apart from the '
+          f'fixed ones\n{"by":<24}{"windows":<12}{"loss":>6}  minus a random fifth, standard error')
     for i, (kind, source) in enumerate(names):
         row, line = dict(what='drop', kind=kind, windows=source), f'{kind:<24}{source:<12}'
-        for name, where in (('', np.ones_like(apart)), ('_apart', apart)):
+        for name, where in parts:
             loss = found.mean(-1, where=where)                                  # (R,5,names)
             minus = loss[..., i] - loss[..., 1:3].mean(-1)
             error = minus.std(ddof=1) / math.sqrt(minus.size)
@@ -373,7 +369,7 @@ def settings():
 
 
 def read_data(args):
-    """The tokens of train and val, int64, and the number of characters."""
+    """The tokens of train and val, int64. Sets args.vocab, the number of characters."""
     tokens = []
     for name in ('train', 'val'):
         found, meta = find_bin(args.dataset, name)
@@ -385,12 +381,13 @@ def read_data(args):
     if there < args.windows:
         fail(f'--steps={args.steps} with --visits={args.visits} need {args.windows:,} windows of {T} tokens, '
              f'{args.dataset} has {there:,}: more visits or fewer steps')
-    return *tokens, meta['vocab_size']
+    args.vocab = meta['vocab_size']
+    return tokens
 
 
 def main():
     args = settings()
-    data = train, val, vocab = read_data(args)
+    train, val = read_data(args)
     if args.out:
         must_be_writable(args.out)
 
@@ -402,20 +399,20 @@ def main():
 
     torch.set_float32_matmul_precision('high')
     runs = range(args.seeds)
-    values, flat = values_of_runs(args, *data)
-    own = evaluate(split(flat, args.size, vocab), val, args.size, args.device).mean(1)
+    values, flat = values_of_runs(args, train, val)
+    own = evaluate(split(flat, args), val, args).mean(1)
     print(f'{args.size}, learning rate {args.learning_rate:g}, {args.steps} steps, {args.windows:,} windows; '
           f'validation loss of each run {" ".join(f"{loss:.4f}" for loss in own)}')
     if args.garbled:
         print(f'\n{"kind":<24}{"windows":<12}AUC, clean against garbled')
-        garbled, rows = [windows_of(args, train, vocab, run)[1] for run in runs], []
+        garbled, rows = [windows_of(args, train, run)[1] for run in runs], []
         for k, (kind, source) in enumerate(KINDS):
             each = [auc(v[k, ~bad], v[k, bad]) for v, bad in zip(values, garbled)]
             print(f'{kind:<24}{source:<12}{np.mean(each):.3f}')
             rows.append(dict(what='auc', kind=kind, windows=source, auc=each))
         keep(rows)
     kept = np.stack([np.random.default_rng(5000 + run).random((args.halves, args.windows)) < 0.5 for run in runs])
-    halves = train_all(args, *data, [(run, run, half) for run in runs for half in kept[run]]).mean(1)
+    halves = train_all(args, train, val, [(run, run, half) for run in runs for half in kept[run]]).mean(1)
     halves = halves.reshape(args.seeds, -1)                                     # (R,halves)
     sums = values @ (~kept).transpose(0, 2, 1).astype(np.float32)               # (R,kinds,halves)
     keep(score('LDS', sums, halves))
@@ -423,13 +420,13 @@ def main():
     if n > 0:
         for name, shift, noise in (('same seed, disturbed', 0, 1e-6), ('other seed', 500, 0.0)):
             tasks = [(run, shift + run, half) for run in runs for half in kept[run, :n]]
-            again = train_all(args, *data, tasks, noise).mean(1).reshape(args.seeds, n)
+            again = train_all(args, train, val, tasks, noise).mean(1).reshape(args.seeds, n)
             each = spearman(halves[:, :n], again)
             print(f'\nthe same {n} halves again, {name}: correlation of the losses', *each.round(4))
             keep([dict(what='again', kind=name, spearman=each.tolist())])
         keep(score('LDS of the other seed', sums[..., :n], again))
     if args.drop:
-        keep(drop(args, *data, values))
+        keep(drop(args, train, val, values))
 
 
 if __name__ == '__main__':
