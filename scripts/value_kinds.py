@@ -228,7 +228,7 @@ def evaluate(params, val, args, low=False):
     M = len(params['wte'])
     with torch.no_grad():
         found = [losses(params, some.expand(M, *some.shape), args.size, low) for some in windows.split(64)]
-    return torch.cat(found, 1).double().cpu().numpy()
+    return torch.cat(found, 1).cpu().double().numpy()
 
 
 def train_once(args, train, val, tasks, noise):
