@@ -22,10 +22,11 @@ Kinds, in nats. g: the window's gradient; G: the validation loss's, before the s
 Validation windows: 8, 32 or 256, fixed or drawn anew in each step; for the last two kinds 256 fixed ones.
 
 --other_seed: N halves of each run are trained again with another start and order, and with the same start disturbed
-by 1e-6: how well the losses agree is what a value can know at best. --garbled: this share of the windows gets random
-characters; adds the AUC of each kind, clean against garbled. --drop: also trains without the fifth that some kinds
-find worst, without a random fifth, and on all, with 5 other seeds per run. --size: 0.8M, 10.7M, or tiny for a CPU.
---at_once: trainings at a time; fewer take less memory. --out: adds the results to FILE, one JSON object a line.
+by 1e-6. How well the losses agree tells how much of them is due to the windows, and how much to start and order.
+--garbled: this share of the windows gets random characters; adds the AUC of each kind, clean against garbled.
+--drop: also trains without the fifth that some kinds find worst, without a random fifth, and on all; 5 other seeds for
+each run. --size: 0.8M, 10.7M, or tiny, to try it on a CPU. --at_once: trainings at a time; fewer take less memory.
+--out: adds the results to FILE, one JSON object a line.
 
 The model is model.py's GPT without biases, written again for many models at once: each parameter is a stack and each
 matmul a batched one, so that one GPU does hundreds of trainings in a minute. A test holds it against model.py.
@@ -43,7 +44,7 @@ import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import check_tokens, find_bin
-from scripts.common import (choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman)
+from scripts.common import choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman
 from scripts.find_noise import auc
 
 T, B = 64, 32                                   # tokens a window, windows a step
