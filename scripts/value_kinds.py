@@ -22,10 +22,11 @@ Kinds, in nats. g: the window's gradient; G: the validation loss's, before the s
 Validation windows: 8, 32 or 256, fixed or drawn anew in each step; for the last two kinds 256 fixed ones.
 
 --other_seed: N halves of each run are trained again with another start and order, and with the same start disturbed
-by 1e-6: how well the losses agree is what a value can know at best. --garbled: this share of the windows gets random
-characters; adds the AUC of each kind, clean against garbled. --drop: also trains without the fifth that some kinds
-find worst, without a random fifth, and on all, with 5 other seeds per run. --size: 0.8M, 10.7M, or tiny for a CPU.
---at_once: trainings at a time; fewer take less memory. --out: adds the results to FILE, one JSON object a line.
+by 1e-6. How well the losses agree tells how much of them is due to the windows, and how much to start and order.
+--garbled: this share of the windows gets random characters; adds the AUC of each kind, clean against garbled.
+--drop: also trains without the fifth that some kinds find worst, without a random fifth, and on all; 5 other seeds for
+each run. --size: 0.8M, 10.7M, or tiny, to try it on a CPU. --at_once: trainings at a time; fewer take less memory.
+--out: adds the results to FILE, one JSON object a line.
 
 The model is model.py's GPT without biases, written again for many models at once: each parameter is a stack and each
 matmul a batched one, so that one GPU does hundreds of trainings in a minute. A test holds it against model.py.
@@ -43,7 +44,7 @@ import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import check_tokens, find_bin
-from scripts.common import (choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman)
+from scripts.common import choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman
 from scripts.find_noise import auc
 
 T, B = 64, 32                                   # tokens a window, windows a step
@@ -66,9 +67,8 @@ def shapes(args):
     layers, _, C = SIZES[args.size]
     found = {'wte': (args.vocab, C), 'wpe': (T, C)}
     for i in range(layers):
-        found |= {f'{i}.attn': (C, 3 * C), f'{i}.attn.proj': (C, C), f'{i}.fc': (C, 4 * C), f'{i}.fc.proj': (4 * C, C)}
-    for i in range(layers):
-        found |= {f'{i}.ln_1': (C,), f'{i}.ln_2': (C,)}
+        found |= {f'{i}.ln_1': (C,), f'{i}.attn': (C, 3 * C), f'{i}.attn.proj': (C, C),
+                  f'{i}.ln_2': (C,), f'{i}.fc': (C, 4 * C), f'{i}.fc.proj': (4 * C, C)}
     return found | {'ln_f': (C,)}
 
 
@@ -76,9 +76,20 @@ def initial(args, seed):
     """(P,): weights at the start."""
     generator, parts = torch.Generator().manual_seed(seed), []
     for name, shape in shapes(args).items():
-        std = 0.02 / math.sqrt(2 * SIZES[args.size][0]) if name.endswith('proj') else 0.02
-        parts.append(torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std)
+        std = 0.02
+        if name.endswith('proj'):
+            std /= math.sqrt(2 * SIZES[args.size][0])
+        if len(shape) == 1:
+            parts.append(torch.ones(shape))
+        else:
+            parts.append(torch.randn(shape, generator=generator) * std)
     return torch.cat([part.flatten() for part in parts])
+
+
+def decays(args):
+    """(P,): AdamW's decay of each weight."""
+    return torch.cat([torch.full((math.prod(shape),), DECAY if len(shape) > 1 else 0.0)
+                      for shape in shapes(args).values()]).to(args.device)
 
 
 def split(flat, args):
@@ -110,10 +121,11 @@ def losses(params, windows, size, low=False):
     return F.cross_entropy(logits, targets.reshape(-1), reduction='none').view(M, n, T).mean(2)
 
 
-def gradients(flat, windows, args):
-    """(M,P): the gradient of each model's loss, summed over its windows (M,n,T+1)."""
+def gradients(flat, windows, args, shares=1.0, low=False):
+    """(M,P): the gradient of each model's loss, summed over its windows (M,n,T+1), each times its share (M,n)."""
     params = {name: p.detach().requires_grad_() for name, p in split(flat, args).items()}
-    found = torch.autograd.grad(losses(params, windows, args.size).sum(), list(params.values()))
+    loss = (losses(params, windows, args.size, low) * shares).sum()
+    found = torch.autograd.grad(loss, list(params.values()))
     return torch.cat([g.flatten(1) for g in found], 1)
 
 
@@ -130,8 +142,8 @@ def factor(square, t):
 
 def adamw(flat, gradient, mean, square, t, lr, decay):
     """Weights, mean and square (M,P) after step t with a clipped gradient; decay (P,)."""
-    mean, square = BETA1 * mean + (1 - BETA1) * gradient, BETA2 * square + (1 - BETA2) * gradient * gradient
-    return flat * (1 - lr * decay) - lr * factor(square, t) * mean / (1 - BETA1), mean, square
+    mean, square = mean.lerp(gradient, 1 - BETA1), square.lerp(gradient * gradient, 1 - BETA2)
+    return flat * (1 - lr * decay) - lr / (1 - BETA1) * mean * factor(square, t), mean, square
 
 
 def effect_vector(gradient, mean, square, t, G_after):
@@ -194,8 +206,7 @@ def values_of_runs(args, train, val):
     generators = [torch.Generator().manual_seed(3000 + run) for run in runs]
     fixed = draw(val, generators)
     flat = torch.stack([initial(args, run) for run in runs]).to(device)                      # (R,P)
-    decay = [torch.full((math.prod(s),), DECAY if len(s) > 1 else 0.0) for s in shapes(args).values()]
-    decay, mean, square = torch.cat(decay).to(device), torch.zeros_like(flat), torch.zeros_like(flat)
+    decay, mean, square = decays(args), torch.zeros_like(flat), torch.zeros_like(flat)
     values = torch.zeros(args.seeds, len(KINDS), args.windows, device=device)
     G, f256 = validation_gradients(flat, val, fixed, draw(val, generators), args), SOURCES.index('fixed 256')
     G_9, G_97, PG_9 = G, G, None                                                # averages
@@ -244,26 +255,14 @@ def train_once(args, train, val, tasks, noise):
     starts = {seed: initial(args, seed) for seed in seeds}
     flat = torch.stack([starts[seed] for _, seed, _ in tasks]).to(device)
     flat += noise * torch.randn_like(flat)
-    params = {name: p.clone().requires_grad_() for name, p in split(flat, args).items()}
-    groups = [{'params': [p for p in params.values() if p.dim() > 2], 'weight_decay': DECAY},
-              {'params': [p for p in params.values() if p.dim() == 2], 'weight_decay': 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(BETA1, BETA2), eps=EPS, fused=True)
+    decay, mean, square = decays(args), torch.zeros_like(flat), torch.zeros_like(flat)
     for t in range(args.steps):
         chosen = order[which_order, t]                                                              # (M,B)
         kept = keep.gather(1, chosen)
-        first = kept.int().argsort(dim=1, descending=True, stable=True)         # the kept ones first, and
-        first = first[:, :int(kept.sum(1).max())]                               # no more columns than a model needs
-        chosen, kept = chosen.gather(1, first), kept.gather(1, first)
-        loss = (losses(params, windows[which, chosen], args.size, low) * kept).sum(1) / kept.sum(1).clamp(min=1)
-        loss.sum().backward()
-        clip_coef = clip(torch.stack([p.grad.flatten(1).norm(dim=1) for p in params.values()], 1))  # (M,1)
-        for p in params.values():
-            p.grad.mul_(clip_coef.view(-1, *[1] * (p.dim() - 1)))
-        for group in optimizer.param_groups:
-            group['lr'] = lr_of(args, t)
-        optimizer.step()
-        optimizer.zero_grad()
-    return evaluate(params, val, args, low)
+        shares = kept / kept.sum(1, keepdim=True).clamp(min=1)
+        gradient = gradients(flat, windows[which, chosen], args, shares, low)
+        flat, mean, square = adamw(flat, clip(gradient) * gradient, mean, square, t, lr_of(args, t), decay)
+    return evaluate(split(flat, args), val, args, low)
 
 
 def train_all(args, train, val, tasks, noise=0.0):
@@ -391,9 +390,9 @@ def main():
     if args.out:
         must_be_writable(args.out)
 
-    def keep(rows):     # at once, so that it stays if the rest fails
-        job = {name: value for name, value in vars(args).items() if name not in ('out', 'at_once', 'drop')}
+    def save(rows):     # at once, so that it stays if the rest fails
         if args.out:
+            job = {name: value for name, value in vars(args).items() if name not in ('out', 'at_once', 'drop')}
             with open(args.out, 'a', encoding='utf-8') as file:
                 file.writelines(json.dumps({**row, 'job': job}) + '\n' for row in rows)
 
@@ -410,12 +409,12 @@ def main():
             each = [auc(v[k, ~bad], v[k, bad]) for v, bad in zip(values, garbled)]
             print(f'{kind:<24}{source:<12}{np.mean(each):.3f}')
             rows.append(dict(what='auc', kind=kind, windows=source, auc=each))
-        keep(rows)
+        save(rows)
     kept = np.stack([np.random.default_rng(5000 + run).random((args.halves, args.windows)) < 0.5 for run in runs])
     halves = train_all(args, train, val, [(run, run, half) for run in runs for half in kept[run]]).mean(1)
     halves = halves.reshape(args.seeds, -1)                                     # (R,halves)
     sums = values @ (~kept).transpose(0, 2, 1).astype(np.float32)               # (R,kinds,halves)
-    keep(score('LDS', sums, halves))
+    save(score('LDS', sums, halves))
     n = args.other_seed
     if n > 0:
         for name, shift, noise in (('same seed, disturbed', 0, 1e-6), ('other seed', 500, 0.0)):
@@ -423,10 +422,10 @@ def main():
             again = train_all(args, train, val, tasks, noise).mean(1).reshape(args.seeds, n)
             each = spearman(halves[:, :n], again)
             print(f'\nthe same {n} halves again, {name}: correlation of the losses', *each.round(4))
-            keep([dict(what='again', kind=name, spearman=each.tolist())])
-        keep(score('LDS of the other seed', sums[..., :n], again))
+            save([dict(what='again', kind=name, spearman=each.tolist())])
+        save(score('LDS of the other seed', sums[..., :n], again))
     if args.drop:
-        keep(drop(args, train, val, values))
+        save(drop(args, train, val, values))
 
 
 if __name__ == '__main__':

@@ -193,6 +193,33 @@ def test_garbled(job):
     assert changed[~garbled].max() == 0 and 0.3 < changed[garbled].mean() < 0.7 and 16 < garbled.sum() < 48
 
 
+def test_what_is_dropped(job, monkeypatch, capsys):
+    """The lowest fifth of each kind; the losses are told against the mean of the two random fifths."""
+    args, train, _ = job
+    values, seen = np.random.default_rng(0).random((2, len(vk.KINDS), 64)), []
+
+    def train_all(args, train, val, tasks):
+        seen.extend(tasks)
+        return np.array([[run + kept[:32].sum() + seed] for run, seed, kept in tasks]).repeat(40, 1)
+    monkeypatch.setattr(vk, 'train_all', train_all)
+    monkeypatch.setattr(vk, 'draw', lambda *_: torch.zeros(2, 256, dtype=torch.long))
+    rows = vk.drop(args, train, torch.zeros(40 * 64 + 2), values)     # 40 validation windows
+    assert [row['kind'] for row in rows] == ['all', 'random', 'random again', *(kind for kind, _ in vk.DROP)]
+    assert {(run, seed) for run, seed, _ in seen} == {(run, 100 + 10 * run + i) for run in (0, 1) for i in range(5)}
+    for i, (run, _, kept) in enumerate(seen):
+        if i % 8 == 0:
+            assert kept.all()
+        elif i % 8 > 2:
+            value = values[run, vk.KINDS.index(vk.DROP[i % 8 - 3])]
+            assert value[kept].min() > value[~kept].max()
+        assert (~kept).sum() == (12 if i % 8 else 0)
+    losses = np.array([kept[:32].sum() for _, _, kept in seen]).reshape(10, 8)
+    minus = losses - losses[:, 1:3].mean(1, keepdims=True)
+    for row, its in zip(rows, minus.T):
+        for name in ('minus_random', 'minus_random_apart'):
+            assert row[name] == pytest.approx([its.mean(), its.std(ddof=1) / 10 ** 0.5])
+
+
 def test_the_command(job, tmp_path, fork):
     args, train, val = job
     options = [f'--dataset={args.dataset}', '--size=tiny', '--steps=1', '--visits=1', '--seeds=1', '--halves=5']
