@@ -36,7 +36,9 @@ from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, note, one_line_parser, printing, run_tokens, write_picture,
                             write_result)
 
-COLUMNS = 'iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'
+PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
+PER_SAMPLE = 'offset', 'loss', 'dot_product'
+PART = 4096     # windows in memory at a time
 WINDOW_HEAD = 'offset', 'value', 'visits', 'loss', 'domain'
 DOMAIN_HEAD = ('domain', 'windows', 'visits', 'value', 'value_per_visit', 'value_low', 'value_high',
                'value_per_visit_low', 'value_per_visit_high')
@@ -57,8 +59,14 @@ def read_ghost(out_dir):
     for path in paths:
         try:
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
-                parts.append({name: file.get_tensor(name) for name in COLUMNS})
-        except (SafetensorError, OSError) as error:
+                part = {name: file.get_tensor(name) for name in PER_STEP + PER_SAMPLE}
+            steps, shape = len(part['iter']), part['offset'].shape
+            if any(part[name].shape != (steps,) for name in PER_STEP) or shape[:1] != (steps,) or len(shape) != 2:
+                raise ValueError('its tensors are not of the same steps')
+            if any(part[name].shape != shape for name in PER_SAMPLE) or (part['offset'] < 0).any():
+                raise ValueError('its tensors are not of the same samples')
+            parts.append(part)
+        except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f'{path}: torn or not of train.py ({error}); '
                              'move it away and the others can be read') from None
     last = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
@@ -67,7 +75,7 @@ def read_ghost(out_dir):
         kept = np.array([last[step] == number for step in part['iter'].tolist()], bool)
         part = {name: array[kept] for name, array in part.items()}
         samples = part['offset'].shape[1]               # a run may go on with other batches
-        per_dot = part['lr'].astype(np.float64) * part['clip_coef'] / samples
+        per_dot = part['lr'].astype(np.float64) * part['clip_coef'] / max(1, samples)
         per_step.append([part['iter'], part['val_loss']])
         per_sample.append([np.repeat(part['iter'], samples), part['offset'].ravel(), part['loss'].ravel(),
                            (per_dot[:, None] * part['dot_product']).ravel()])
@@ -195,16 +203,17 @@ def interval_of_sum(x, piece):
 
 def sum_domains(offset, value, visits, domain, names, block_size):
     """
-    The rows of domains.csv, of windows (windows,) and their domains, indices of names: the number of windows and visits,
-    the total value and that per visit (nats per token), and the ends of 95% intervals of these two.
+    The rows of domains.csv, of windows (windows,) and their domains, indices of names: how many windows and visits, the
+    total value and that per visit (nats per token), and the ends of 95% intervals of these two.
 
     The total of the windows that the run saw is exact. The interval is of the total that as many other windows of the
-    domain would have had in the same run: so it tells whether two domains differ by more than by the luck of which
-    windows were drawn, and when they came. Hence windows are drawn anew here, not visits, which of one window are alike;
-    and not windows within steps, since a domain is also worth more where its windows happened to come at steps of large
-    values. That is too wide for a domain that is most of the data, whose share in each step is nearly fixed. The ends
-    are those of a normal distribution, as a bootstrap over windows would give for many windows, without random numbers.
-    The value per visit is a ratio: its error is that of the sum of value - (value per visit) * visits.
+    domain would have had in the same run. So it tells whether two domains differ by more than the luck of which windows
+    were drawn and when they came. Hence the unit is the window, not the visit: the visits of a window are of one text.
+    Nor are windows compared within steps only: a domain is also worth more because its windows happened to come at
+    steps of large values. (Of a domain that is nearly all the data each step has the same share, whatever comes when:
+    its interval is too wide.) The ends are those of a normal distribution, as a bootstrap over many windows would give,
+    but without random numbers. The value per visit is a ratio: its error is, to first order, that of the sum of
+    value - (value per visit) * visits.
 
     Windows that overlap, as those of data_order=random do, are not independent: those that begin in the same block_size
     tokens count as one. Neighbours that still overlap make the interval too narrow, by up to a fifth.
@@ -244,9 +253,9 @@ def draw(path, steps, samples, value, names, domain):
     middle.set(title='value of each domain up to a step', xlabel='step', ylabel='nats/token')
     middle.legend(fontsize='small')
     right.plot(steps['iter'], steps['val_loss'][0] - steps['val_loss'], color='black',
-               label='real: how far the loss has fallen')
+               label='real: the fall since the first scored step')
     right.plot(steps['iter'], before_a_step(samples['value']), color='black', linestyle='--',
-               label='predicted: sum of all values')
+               label='predicted: sum of all values so far')
     right.set(title='decrease of the validation loss up to a step', xlabel='step', ylabel='nats/token')
     right.legend(fontsize='small')
     for ax in (left, middle, right):
@@ -331,7 +340,7 @@ def check_drop(out_dir, config, then, now, offset, number):
     path, _, tokens = train
     check_tokens_seen(out_dir, path.parent, then, now)
     (val, _, val_tokens), _ = find_bin(config['dataset'], 'val')
-    if offset.min() < 0 or offset.max() + block_size >= tokens:
+    if offset.max() + block_size >= tokens:
         raise ValueError(f'{path} was prepared anew since the run: it has no window at token {offset.max():,}')
     if (offset % block_size).any():
         raise ValueError(f'{out_dir}: --drop needs windows that do not overlap, but some begin between multiples of '
@@ -348,34 +357,33 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
     """Write the dataset of train, meta and val (of check_drop) without the windows dropped (all windows of train.bin,)
     -> folder, which appears whole. rows: of dropped.csv; why: what meta.json says of it."""
     path, dtype, tokens = train
-    folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f'.{folder.name}.tmp')    # always the same: what a kill leaves goes with the next try
-    shutil.rmtree(beside, ignore_errors=True)
     made, digest = beside / 'data', hashlib.sha256()
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f'{folder}: cannot be written: {error.strerror}') from None
 
     def write_kept(file):
-        whole = np.memmap(path, dtype, 'r')
-        for first in range(0, len(dropped), 4096):
-            last = min(first + 4096, len(dropped))
+        for first in range(0, len(dropped), PART):
+            last = min(first + PART, len(dropped))
             end = last * block_size
             if last == len(dropped):
                 end = tokens        # with what follows the last window
-            content = without(whole[first * block_size:end], dropped[first:last], block_size).tobytes()
+            start = first * block_size
+            part = np.fromfile(path, dtype, end - start, offset=start * dtype.itemsize)
+            content = without(part, dropped[first:last], block_size).tobytes()
             digest.update(content)
             file.write(content)
     try:
-        made.mkdir(parents=True)
         with open(val, 'rb') as source:
             write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', write_kept)
         left = tokens - int(dropped.sum()) * block_size
-        domains = without_domains(domains_of(meta), dropped, block_size)
-        meta = {**meta, 'domains': domains, 'dropped': why,
-                'splits': {**meta['splits'], 'train': {'tokens': left, 'sha256': digest.hexdigest()}}}
-        if not domains:
-            del meta['domains']
+        splits = {**meta['splits'], 'train': {'tokens': left, 'sha256': digest.hexdigest()}}
         write_csv(made / 'dropped.csv', ('offset', 'value'), rows)
-        write_result(made / 'meta.json', json.dumps(meta).encode())
+        write_result(made / 'meta.json', json.dumps({**meta, 'dropped': why, 'splits': splits}).encode())
         made.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -398,17 +406,19 @@ def main():
     try:
         config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
         folder, block_size = find_folder(config['dataset']), config['block_size']
-        if not isinstance(block_size, int) or block_size < 1:
+        if type(block_size) is not int or block_size < 1:
             raise ValueError(f'block_size is {block_size!r}')
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
     offset, value, visits, loss = by_window(samples)
-    then, now = read_metas(out_dir, folder)
     if args.to:
         number = math.floor(args.drop * len(offset) + 1e-9)     # 0.29 * 100 is a little below 29
         if number == 0:
             parser.error(f'--drop={args.drop} of {len(offset):,} scored windows is less than one: a larger share')
         new = new_folder(args.to)
+        find_bin(config['dataset'], 'train')    # if it cannot be read, this is the one line, without read_metas' note
+    then, now = read_metas(out_dir, folder)
+    if args.to:
         train, meta, val = check_drop(out_dir, config, then, now, offset, number)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -416,7 +426,8 @@ def main():
         fail(f'--out={out}: {error.strerror}')
 
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
-    names, domain_of = find_domains(domains_of(then or now))
+    domains = domains_of(then or now)
+    names, domain_of = find_domains(domains)
     domain = domain_of(offset)
     windows = [(int(offset[i]), float(value[i]), int(visits[i]), float(loss[i]), names[domain[i]])
                for i in np.argsort(-value, kind='stable')]
@@ -435,6 +446,8 @@ def main():
         why = {'windows': number, 'of': len(dropped), 'block_size': block_size, 'why': 'the lowest values',
                'run': str(out_dir.resolve()), 'dataset': config['dataset']}
         rows = [(int(offset[i]), float(value[i])) for i in worst]
+        if domains:
+            meta['domains'] = without_domains(domains, dropped, block_size)
         write_without(new, train, meta, val, block_size, dropped, rows, why)
     show(steps, samples, windows, domain_rows, block_size, text, args.top)
     print(f'\nwrote windows.csv, windows.jsonl, domains.csv and, where it could be drawn, data_value.png into {out}')
