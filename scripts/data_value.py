@@ -63,8 +63,10 @@ def read_ghost(out_dir):
             steps, shape = len(part['iter']), part['offset'].shape
             if any(part[name].shape != (steps,) for name in PER_STEP) or shape[:1] != (steps,) or len(shape) != 2:
                 raise ValueError('its tensors are not of the same steps')
-            if any(part[name].shape != shape for name in PER_SAMPLE) or (part['offset'] < 0).any():
+            if any(part[name].shape != shape for name in PER_SAMPLE):
                 raise ValueError('its tensors are not of the same samples')
+            if (part['offset'] < 0).any():
+                raise ValueError('it has an offset below 0')
             parts.append(part)
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f'{path}: torn or not of train.py ({error}); '
@@ -191,7 +193,7 @@ def find_domains(domains):
     return [d['name'] for d in domains] + ['none' if domains else 'all'], domain_of
 
 
-def interval_of_sum(x, piece):
+def half_interval(x, piece):
     """Half of the 95% interval of the sum of x (windows,), if others of the same kind and number had been drawn: 1.96
     standard deviations of a sum of independent pieces. piece (windows,): which windows share text and count as one.
     nan for one piece."""
@@ -224,8 +226,8 @@ def sum_domains(offset, value, visits, domain, names, block_size):
         its_value, its_visits, piece = value[these], visits[these], offset[these] // block_size
         total, number = float(its_value.sum()), int(its_visits.sum())
         each = total / number
-        of_total = interval_of_sum(its_value, piece)
-        of_each = interval_of_sum(its_value - each * its_visits, piece) / number
+        of_total = half_interval(its_value, piece)
+        of_each = half_interval(its_value - each * its_visits, piece) / number
         rows.append([names[index], int(these.sum()), number, total, each, total - of_total, total + of_total,
                      each - of_each, each + of_each])
     return rows

@@ -177,7 +177,7 @@ def draw(path, truth, values, t):
         return
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout='constrained', sharex=True, sharey=True)
     ends = min(truth.min(), values.min()), max(truth.max(), values.max())
-    margin = 0.05 * (ends[1] - ends[0]) or 1    # 1: all are equal
+    margin = max(0.05 * (ends[1] - ends[0]), 1e-12)
     for ax, kind, value in zip(axes, KINDS, values.T):
         ax.scatter(value, truth, s=14)
         ax.axline((0, 0), slope=1, color='gray', linewidth=0.8, label='equal')
