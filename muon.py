@@ -115,29 +115,27 @@ def share_out(ahead, shape, sharded, ranks, rank, world):
     """
     n, m = shape
     mine = ahead[rank * BATCH:(rank + 1) * BATCH]       # this rank's batch: the last ranks' may be short, or empty
-    rows, needed = n, BATCH
-    if sharded:
-        rows, needed = math.ceil(n / world), world * BATCH      # the last shards may have fewer
     # a GPU is several times faster in bfloat16; float32 elsewhere, where modes are compared to the last digits
     dtype = torch.bfloat16 if ahead[0].is_cuda else torch.float32
-    X = torch.zeros(needed, rows, m, device=ahead[0].device, dtype=dtype)
-    for place, tensor in zip(X, ahead if sharded else mine):
-        place[:len(tensor)] = tensor
     if sharded:
+        rows = math.ceil(n / world)     # the last shards may have fewer
+        X = torch.stack(ahead).to(dtype)
+        X = torch.nn.functional.pad(X, (0, 0, 0, rows - X.size(1), 0, world * BATCH - len(X)))
         X = exchange(X, ranks).view(world, BATCH, rows, m)      # from each rank its rows of this rank's batch
         X = X.transpose(0, 1).reshape(BATCH, world * rows, m)
-    X[:len(mine), :n] = orthogonal(X[:len(mine), :n].contiguous())
-    if sharded:
+        X[:len(mine), :n] = orthogonal(X[:len(mine), :n].contiguous())
         X = X.view(BATCH, world, rows, m).transpose(0, 1).reshape(world * BATCH, rows, m)
         return exchange(X, ranks)
+    X = ahead[0].new_empty(0, n, m, dtype=dtype)
+    if len(mine) > 0:
+        X = orthogonal(torch.stack(mine).to(dtype))
     if world == 1:
         return X
-    results = X.new_empty(math.ceil(len(ahead) / BATCH), BATCH, n, m)
-    if len(mine) > 0:
-        results[rank] = X
-    for owner, batch in enumerate(results):
+    results = X.new_empty(len(ahead), n, m)
+    results[rank * BATCH:rank * BATCH + len(mine)] = X
+    for owner, batch in enumerate(results.split(BATCH)):
         dist.broadcast(batch, owner)
-    return results.flatten(0, 1)
+    return results
 
 
 def exchange(X, ranks):

@@ -1,0 +1,434 @@
+"""Which kind of value says what a window did for a run? Many kinds, held against hundreds of trainings.
+
+python scripts/value_kinds.py [--dataset=shakespeare_char] [--size=0.8M] [--learning_rate=1.5e-3] [--visits=4]
+    [--steps=500] [--seeds=2] [--halves=200] [--other_seed=N] [--garbled=SHARE] [--drop] [--at_once=N] [--device=auto]
+    [--out=FILE]
+
+Trains --seeds models on random windows of a dataset of characters, each window seen --visits times, and sums several
+kinds of value for each window. Then it trains again on random halves of the windows, with the same start and order: a
+window that is left out does not enter its batch. Prints for each kind the linear datamodeling score (LDS: Spearman's
+correlation over the halves of the real validation loss with the sum of the values of what was left out), with a 95%
+interval, and the paired difference to `dot` with 32 fixed validation windows. The intervals are bootstraps over halves
+and say nothing of how runs differ. docs/values.md has what came out.
+
+Kinds, in nats. g: the window's gradient; G: the validation loss's, before the step; P: AdamW's factor.
+  dot                     lr * clip_coef * <g, G> / 32, as scripts/data_value.py has it
+  dot, averaged 0.9       with G averaged over the steps so far, with this decay
+  update                  with P G in place of G; v in P as if the validation batch were the next
+  update of average 0.9   with P times the averaged G; also 0.97
+  average of update 0.9   with P G averaged
+  update half-way         with the step's own P, times the mean of G before and after it
+  effect                  exact to first order: with G after the step, carried back through AdamW and clipping
+Validation windows: 8, 32 or 256, fixed or drawn anew in each step; for the last two kinds 256 fixed ones.
+
+--other_seed: N halves of each run are trained again with another start and order, and with the same start disturbed
+by 1e-6: how well the losses agree is what a value can know at best. --garbled: this share of the windows gets random
+characters; adds the AUC of each kind, clean against garbled. --drop: also trains without the fifth that some kinds
+find worst, without a random fifth, and on all, with 5 other seeds per run. --size: 0.8M, 10.7M, or tiny for a CPU.
+--at_once: trainings at a time; fewer take less memory. --out: adds the results to FILE, one JSON object a line.
+
+The model is model.py's GPT without biases, written again for many models at once: each parameter is a stack and each
+matmul a batched one, so that one GPU does hundreds of trainings in a minute. A test holds it against model.py.
+"""
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.bins import check_tokens, find_bin
+from scripts.common import (choose_device, fail, lr_at, must_be_writable, note, one_line_parser, printing, spearman)
+from scripts.find_noise import auc
+
+T, B = 64, 32                                   # tokens a window, windows a step
+BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.99, 1e-8, 0.1, 1.0
+SIZES = {'0.8M': (4, 4, 128), '10.7M': (6, 6, 384), 'tiny': (2, 2, 32)}       # layers, heads, width
+AT_ONCE = {'0.8M': 256, '10.7M': 64, 'tiny': 32}
+SOURCES = [f'{how} {n}' for how in ('fixed', 'anew') for n in (8, 32, 256)]
+BEFORE = ['dot', 'dot, averaged 0.9', 'update', 'update of average 0.9', 'update of average 0.97',
+          'average of update 0.9']              # what is known before the step
+AFTER = ['update half-way', 'effect']
+KINDS = [(kind, source) for kind in BEFORE for source in SOURCES] + [(kind, 'fixed 256') for kind in AFTER]
+FIRST = KINDS.index(('dot', 'fixed 32'))        # what the others are compared with
+DROP = [('dot', 'fixed 32'), ('dot', 'anew 32'), ('update', 'anew 32'), ('update of average 0.97', 'anew 32'),
+        ('update of average 0.97', 'fixed 256')]
+
+
+# ---- the stacked model: M models, P numbers each ---------------------------------------------------------------------
+def shapes(args):
+    """{name: shape} of one model's parameters, in the order in which they lie in its row of P numbers."""
+    layers, _, C = SIZES[args.size]
+    found = {'wte': (args.vocab, C), 'wpe': (T, C)}
+    for i in range(layers):
+        found |= {f'{i}.attn': (C, 3 * C), f'{i}.attn.proj': (C, C), f'{i}.fc': (C, 4 * C), f'{i}.fc.proj': (4 * C, C)}
+    for i in range(layers):
+        found |= {f'{i}.ln_1': (C,), f'{i}.ln_2': (C,)}
+    return found | {'ln_f': (C,)}
+
+
+def initial(args, seed):
+    """(P,): weights at the start."""
+    generator, parts = torch.Generator().manual_seed(seed), []
+    for name, shape in shapes(args).items():
+        std = 0.02 / math.sqrt(2 * SIZES[args.size][0]) if name.endswith('proj') else 0.02
+        parts.append(torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std)
+    return torch.cat([part.flatten() for part in parts])
+
+
+def split(flat, args):
+    """(M,P) -> {name: (M, *shape)}, views of it."""
+    named = shapes(args)
+    parts = flat.split([math.prod(shape) for shape in named.values()], 1)
+    return {name: part.view(len(flat), *shape) for (name, shape), part in zip(named.items(), parts)}
+
+
+def losses(params, windows, size, low=False):
+    """params {name: (M, *shape)}, windows (M,n,T+1) -> (M,n), mean nats per token. low: matmuls in bfloat16."""
+    layers, H, C = SIZES[size]
+    M, n, _ = windows.shape
+    inputs, targets, vocab = windows[..., :-1], windows[..., 1:], params['wte'].size(1)
+    with torch.autocast(windows.device.type, torch.bfloat16, enabled=low):
+        rows = inputs + vocab * torch.arange(M, device=windows.device)[:, None, None]   # each model's own part of wte
+        x = F.embedding(rows, params['wte'].reshape(M * vocab, C)).view(M, n * T, C) + params['wpe'].repeat(1, n, 1)
+        for i in range(layers):
+            y = F.layer_norm(x, (C,)) * params[f'{i}.ln_1'][:, None]                    # (M,n*T,C)
+            qkv = torch.bmm(y, params[f'{i}.attn']).view(M * n, T, 3, H, C // H)
+            y = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)     # (M*n,H,T,C/H)
+            x = x + torch.bmm(y.transpose(1, 2).reshape(M, n * T, C), params[f'{i}.attn.proj'])
+            y = F.layer_norm(x, (C,)) * params[f'{i}.ln_2'][:, None]
+            y = F.gelu(torch.bmm(y, params[f'{i}.fc']), approximate='tanh')             # (M,n*T,4C)
+            x = x + torch.bmm(y, params[f'{i}.fc.proj'])
+        x = F.layer_norm(x, (C,)) * params['ln_f'][:, None]
+        logits = torch.bmm(x, params['wte'].transpose(1, 2))                            # (M,n*T,vocab)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).view(-1, vocab)
+    return F.cross_entropy(logits, targets.reshape(-1), reduction='none').view(M, n, T).mean(2)
+
+
+def gradients(flat, windows, args):
+    """(M,P): the gradient of each model's loss, summed over its windows (M,n,T+1)."""
+    params = {name: p.detach().requires_grad_() for name, p in split(flat, args).items()}
+    found = torch.autograd.grad(losses(params, windows, args.size).sum(), list(params.values()))
+    return torch.cat([g.flatten(1) for g in found], 1)
+
+
+# ---- a step of AdamW, and G carried back through it ------------------------------------------------------------------
+def clip(gradient):
+    """The factor (M,1) that brings gradients (M,P) to the norm CLIP at most."""
+    return (CLIP / (gradient.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
+
+
+def factor(square, t):
+    """P: by what AdamW multiplies an entry of the gradient in step t, if that makes its average square this."""
+    return (1 - BETA1) / (1 - BETA1 ** (t + 1)) / ((square / (1 - BETA2 ** (t + 1))).sqrt() + EPS)
+
+
+def adamw(flat, gradient, mean, square, t, lr, decay):
+    """Weights, mean and square (M,P) after step t with a clipped gradient; decay (P,)."""
+    mean, square = BETA1 * mean + (1 - BETA1) * gradient, BETA2 * square + (1 - BETA2) * gradient * gradient
+    return flat * (1 - lr * decay) - lr * factor(square, t) * mean / (1 - BETA1), mean, square
+
+
+def effect_vector(gradient, mean, square, t, G_after):
+    """u (M,P): lr * clip_coef * <g_i, u> / B is minus the derivative of the validation loss after step t by sample i's
+    weight. gradient: the batch's mean before clipping; mean, square: after the step; G_after: the gradient there."""
+    clip_coef, correction = clip(gradient), 1 - BETA2 ** (t + 1)
+    root = (square / correction).sqrt()
+    by_square = mean / (1 - BETA1 ** (t + 1)) * (1 - BETA2) * clip_coef * gradient / correction
+    u = (factor(square, t) - by_square / (root * (root + EPS) ** 2 + 1e-30)) * G_after
+    direction = gradient / gradient.norm(dim=1, keepdim=True)
+    along = direction * (direction * u).sum(1, keepdim=True)
+    return torch.where(clip_coef < 1, u - along, u)     # clipping takes away what only lengthens the gradient
+
+
+# ---- the data of a run -----------------------------------------------------------------------------------------------
+def windows_of(args, train, run):
+    """Windows (N,T+1) of train, and which of them are garbled, bool (N,)."""
+    generator = torch.Generator().manual_seed(1000 + run)
+    at = torch.randperm((len(train) - 1) // T, generator=generator)[:args.windows] * T
+    windows = train[at[:, None] + torch.arange(T + 1)]
+    garbled = torch.rand(args.windows, generator=generator) < args.garbled
+    share = torch.rand(args.windows, 1, generator=generator)        # of a garbled window's characters
+    replaced = (torch.rand(windows.shape, generator=generator) < share) & garbled[:, None]
+    anything = torch.randint(args.vocab, windows.shape, generator=generator)
+    return torch.where(replaced, anything, windows), garbled.numpy()
+
+
+def order_of(args, seed):
+    """(steps, B): the windows of each step, by number."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    return torch.cat([torch.randperm(args.windows, generator=generator) for _ in range(args.visits)]).view(-1, B)
+
+
+def draw(val, generators):
+    """Where 256 validation windows begin, for each generator: (R,256)."""
+    return torch.stack([torch.randint(len(val) - T - 1, (256,), generator=g) for g in generators])
+
+
+def lr_of(args, t):
+    return lr_at(dict(learning_rate=args.learning_rate, min_lr=args.learning_rate / 10, decay_lr=True, scale_lr=False,
+                      warmup_iters=max(1, args.steps // 10), lr_decay_iters=args.steps), t)
+
+
+# ---- values, and trainings -------------------------------------------------------------------------------------------
+def validation_gradients(flat, val, fixed, anew, args):
+    """(R,6,P) in the order of SOURCES: mean gradients over the first 8, 32 and 256 of each kind's windows."""
+    windows = val[torch.cat((fixed, anew))[..., None] + torch.arange(T + 1)].to(flat.device)        # (2R,256,T+1)
+    both, total, found = torch.cat((flat, flat)), 0, []
+    for first, end in ((0, 8), (8, 32), (32, 256)):
+        total = total + gradients(both, windows[:, first:end], args)
+        found.append(total / end)
+    return torch.cat(torch.stack(found, 1).chunk(2), 1)
+
+
+def values_of_runs(args, train, val):
+    """Train all seeds at once: values (R, kinds, N), and the weights at the end (R,P)."""
+    device, runs = args.device, range(args.seeds)
+    windows = torch.stack([windows_of(args, train, run)[0] for run in runs]).to(device)      # (R,N,T+1)
+    order = torch.stack([order_of(args, run) for run in runs]).to(device)                           # (R,steps,B)
+    generators = [torch.Generator().manual_seed(3000 + run) for run in runs]
+    fixed = draw(val, generators)
+    flat = torch.stack([initial(args, run) for run in runs]).to(device)                      # (R,P)
+    decay = [torch.full((math.prod(s),), DECAY if len(s) > 1 else 0.0) for s in shapes(args).values()]
+    decay, mean, square = torch.cat(decay).to(device), torch.zeros_like(flat), torch.zeros_like(flat)
+    values = torch.zeros(args.seeds, len(KINDS), args.windows, device=device)
+    G, f256 = validation_gradients(flat, val, fixed, draw(val, generators), args), SOURCES.index('fixed 256')
+    G_9, G_97, PG_9 = G, G, None                                                # averages
+    for t in range(args.steps):
+        chosen, lr = order[:, t], lr_of(args, t)
+        batch = windows.gather(1, chosen[..., None].expand(-1, -1, T + 1))                          # (R,B,T+1)
+        copies = flat.repeat_interleave(B, 0)                                   # a model per sample, so (R*B,P)
+        per_sample = gradients(copies, batch.view(-1, 1, T + 1), args).view(args.seeds, B, -1)
+        gradient = per_sample.mean(1)                                                               # (R,P)
+        clip_coef = clip(gradient)
+        P = factor(BETA2 * square[:, None] + (1 - BETA2) * G * G, t)                                # (R,6,P)
+        G_9, G_97, PG = G_9.lerp(G, 0.1), G_97.lerp(G, 0.03), P * G
+        PG_9 = PG if t == 0 else PG_9.lerp(PG, 0.1)
+        vectors = [G, G_9, PG, P * G_9, P * G_97, PG_9]
+        flat, mean, square = adamw(flat, clip_coef * gradient, mean, square, t, lr, decay)
+        before, G = G, validation_gradients(flat, val, fixed, draw(val, generators), args)
+        half_way = factor(square, t) * (before[:, f256] + G[:, f256]) / 2
+        effect = effect_vector(gradient, mean, square, t, G[:, f256])
+        vectors = torch.cat([*vectors, half_way[:, None], effect[:, None]], 1)  # (R,kinds,P)
+        torch.set_float32_matmul_precision('highest')                           # the dots without TF32
+        dots = torch.bmm(vectors, per_sample.transpose(1, 2)) * clip_coef[..., None] * lr / B       # (R,kinds,B)
+        torch.set_float32_matmul_precision('high')
+        values.scatter_add_(2, chosen[:, None].expand(-1, len(KINDS), -1), dots)
+    return values.cpu().numpy(), flat
+
+
+def evaluate(params, val, args, low=False):
+    """(M,n): the losses of all validation windows, one behind the other."""
+    windows = val[torch.arange(0, len(val) - T - 1, T)[:, None] + torch.arange(T + 1)].to(args.device)
+    M = len(params['wte'])
+    with torch.no_grad():
+        found = [losses(params, some.expand(M, *some.shape), args.size, low) for some in windows.split(64)]
+    return torch.cat(found, 1).cpu().double().numpy()
+
+
+def train_once(args, train, val, tasks, noise):
+    """Train a model for each task (run whose windows, seed of start and order, kept windows bool (N,)), all at once; a
+    step's mean is over the kept ones. noise: added to the start. Returns the losses (tasks, validation windows)."""
+    device, low = args.device, args.device == 'cuda' and args.size == '10.7M'
+    runs, seeds = sorted({task[0] for task in tasks}), sorted({task[1] for task in tasks})
+    windows = torch.stack([windows_of(args, train, run)[0] for run in runs]).to(device)
+    order = torch.stack([order_of(args, seed) for seed in seeds]).to(device)
+    which = torch.tensor([runs.index(task[0]) for task in tasks], device=device)[:, None]           # (M,1)
+    which_order = torch.tensor([seeds.index(task[1]) for task in tasks], device=device)
+    keep = torch.tensor(np.array([task[2] for task in tasks])).to(device)                           # (M,N)
+    starts = {seed: initial(args, seed) for seed in seeds}
+    flat = torch.stack([starts[seed] for _, seed, _ in tasks]).to(device)
+    flat += noise * torch.randn_like(flat)
+    params = {name: p.clone().requires_grad_() for name, p in split(flat, args).items()}
+    groups = [{'params': [p for p in params.values() if p.dim() > 2], 'weight_decay': DECAY},
+              {'params': [p for p in params.values() if p.dim() == 2], 'weight_decay': 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(BETA1, BETA2), eps=EPS, fused=True)
+    for t in range(args.steps):
+        chosen = order[which_order, t]                                                              # (M,B)
+        kept = keep.gather(1, chosen)
+        first = kept.int().argsort(dim=1, descending=True, stable=True)         # the kept ones first, and
+        first = first[:, :int(kept.sum(1).max())]                               # no more columns than a model needs
+        chosen, kept = chosen.gather(1, first), kept.gather(1, first)
+        loss = (losses(params, windows[which, chosen], args.size, low) * kept).sum(1) / kept.sum(1).clamp(min=1)
+        loss.sum().backward()
+        clip_coef = clip(torch.stack([p.grad.flatten(1).norm(dim=1) for p in params.values()], 1))  # (M,1)
+        for p in params.values():
+            p.grad.mul_(clip_coef.view(-1, *[1] * (p.dim() - 1)))
+        for group in optimizer.param_groups:
+            group['lr'] = lr_of(args, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluate(params, val, args, low)
+
+
+def train_all(args, train, val, tasks, noise=0.0):
+    """train_once for all tasks, args.at_once at a time."""
+    found, began = [], time.perf_counter()
+    for i in range(0, len(tasks), args.at_once):
+        found.append(train_once(args, train, val, tasks[i:i + args.at_once], noise))
+        note(f'{min(i + args.at_once, len(tasks))} of {len(tasks)} trained, {time.perf_counter() - began:.0f} s')
+    return np.concatenate(found)
+
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+def bootstrap(sums, real, draws=400):
+    """Mean over runs of the LDS for each of so many resamples of the halves, (draws, kinds); the same halves for all
+    kinds. sums (R,kinds,n), real (R,n)."""
+    generator, found = np.random.default_rng(0), []
+    while len(found) < draws:
+        chosen = [generator.integers(real.shape[1], size=real.shape[1]) for _ in real]
+        if all(np.ptp(some) > 0 for some in chosen):    # one half alone, again and again, has no correlation
+            found.append(np.mean([spearman(s[:, i], r[i]) for s, r, i in zip(sums, real, chosen)], 0))
+    return np.array(found)
+
+
+def score(what, sums, real):
+    """Print the LDS of each kind; returns its rows."""
+    lds, resampled, rows = spearman(sums, real[:, None]), bootstrap(sums, real), []                 # (R,kinds)
+    low, high = np.percentile(resampled, (2.5, 97.5), 0)
+    difference = (lds - lds[:, FIRST, None]).mean(0)
+    below, above = np.percentile(resampled - resampled[:, FIRST, None], (2.5, 97.5), 0)
+    print(f'\n{what}: {real.shape[1]} halves of each of {len(real)} runs, losses {real.mean():.4f}, standard deviation '
+          f'{real.std(1).mean():.4f}\n{"kind":<24}{"windows":<12}{"LDS":>6}  {"95% interval":<18}minus dot, fixed 32')
+    for k, (kind, source) in enumerate(KINDS):
+        print(f'{kind:<24}{source:<12}{lds[:, k].mean():>6.3f}  {f"{low[k]:.3f} to {high[k]:.3f}":<18}'
+              f'{difference[k]:+.3f} ({below[k]:+.3f} to {above[k]:+.3f})')
+        rows.append(dict(what=what, kind=kind, windows=source, lds=lds[:, k].tolist(), mean=lds[:, k].mean(),
+                         low=low[k], high=high[k], minus_dot=[difference[k], below[k], above[k]]))
+    return rows
+
+
+def drop(args, train, val, values):
+    """Print the loss after training without the worst fifth; returns its rows."""
+    N, tasks, names, generator = args.windows, [], [], np.random.default_rng(7)
+    for run in range(args.seeds):
+        for seed in range(100 + 10 * run, 105 + 10 * run):
+            kept = {('all', ''): np.ones(N, bool)}
+            for name in ('random', 'random again'):
+                kept[name, ''] = generator.permutation(N) >= N // 5
+            for kind in DROP:
+                kept[kind] = np.argsort(np.argsort(values[run, KINDS.index(kind)])) >= N // 5
+            tasks += [(run, seed, keep) for keep in kept.values()]
+            names = list(kept)
+    found = train_all(args, train, val, tasks).reshape(args.seeds, 5, len(names), -1)        # (R,5,names,n)
+    fixed = draw(val, [torch.Generator().manual_seed(3000 + run) for run in range(args.seeds)])
+    gap = (torch.arange(0, len(val) - T - 1, T) - fixed[..., None]).abs()       # (R,256,n)
+    apart = (gap > T).all(1).numpy()[:, None, None]                             # (R,1,1,n): share no token with fixed
+    rows, parts = [], [('', np.ones_like(apart))]
+    if apart.any(-1).all():
+        parts.append(('_apart', apart))
+    print(f'\nwithout the worst fifth, {args.seeds} x 5 seeds; in brackets: over validation windows apart from the '
+          f'fixed ones\n{"by":<24}{"windows":<12}{"loss":>6}  minus a random fifth, standard error')
+    for i, (kind, source) in enumerate(names):
+        row, line = dict(what='drop', kind=kind, windows=source), f'{kind:<24}{source:<12}'
+        for name, where in parts:
+            loss = found.mean(-1, where=where)                                  # (R,5,names)
+            minus = loss[..., i] - loss[..., 1:3].mean(-1)
+            error = minus.std(ddof=1) / math.sqrt(minus.size)
+            row |= {f'loss{name}': loss[..., i].mean(), f'minus_random{name}': [minus.mean(), error]}
+            cell = f'{minus.mean():+.4f} +- {error:.4f}'
+            line += f' ({cell})' if name else f'{loss[..., i].mean():.4f}  {cell}'
+        rows.append(row)
+        print(line)
+    return rows
+
+
+def settings():
+    """The command's arguments, checked."""
+    parser = one_line_parser(__doc__, '[--dataset=NAME] [--size=0.8M|10.7M|tiny] [--drop] [--SETTING=VALUE ...]')
+    parser.add_argument('--dataset', metavar='NAME', default='shakespeare_char')
+    parser.add_argument('--size', choices=SIZES, default='0.8M')
+    parser.add_argument('--device', metavar='NAME', default='auto')
+    parser.add_argument('--out', metavar='FILE')
+    parser.add_argument('--drop', action='store_true')
+    for name, default in (('learning_rate', 1.5e-3), ('garbled', 0.0)):
+        parser.add_argument(f'--{name}', metavar='X', type=float, default=default)
+    for name, default in (('visits', 4), ('steps', 500), ('seeds', 2), ('halves', 200), ('other_seed', 0),
+                          ('at_once', 0)):
+        parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
+    args = parser.parse_args()
+    for right, told in ((0 < args.learning_rate < math.inf, '--learning_rate must be above 0'),
+                        (0 <= args.garbled < 1, '--garbled must be at least 0 and below 1'),
+                        (min(args.visits, args.steps, args.seeds) >= 1, '--visits, --steps, --seeds: at least 1'),
+                        (args.halves >= 4, '--halves must be at least 4'), (args.at_once >= 0, '--at_once: at least 1'),
+                        (args.other_seed == 0 or 4 <= args.other_seed <= args.halves,
+                         '--other_seed must be 0, or from 4 to --halves')):
+        if not right:
+            parser.error(told)
+    args.windows, rest = divmod(args.steps * B, args.visits)
+    if rest:
+        parser.error(f'--steps={args.steps} of {B} windows are no whole number of windows with --visits={args.visits}')
+    args.device, _ = choose_device(args.device, 'float32')
+    args.at_once = args.at_once or AT_ONCE[args.size]
+    return args
+
+
+def read_data(args):
+    """The tokens of train and val, int64. Sets args.vocab, the number of characters."""
+    tokens = []
+    for name in ('train', 'val'):
+        found, meta = find_bin(args.dataset, name)
+        if not isinstance(meta.get('tokenizer'), dict):
+            fail(f'{found[0]} is not of characters: name a dataset of data/shakespeare_char/prepare.py or the like')
+        check_tokens(found, meta, T + 1, meta['vocab_size'])
+        tokens.append(torch.from_numpy(np.fromfile(*found[:2]).astype(np.int64)))
+    there = (len(tokens[0]) - 1) // T
+    if there < args.windows:
+        fail(f'--steps={args.steps} with --visits={args.visits} need {args.windows:,} windows of {T} tokens, '
+             f'{args.dataset} has {there:,}: more visits or fewer steps')
+    args.vocab = meta['vocab_size']
+    return tokens
+
+
+def main():
+    args = settings()
+    train, val = read_data(args)
+    if args.out:
+        must_be_writable(args.out)
+
+    def keep(rows):     # at once, so that it stays if the rest fails
+        job = {name: value for name, value in vars(args).items() if name not in ('out', 'at_once', 'drop')}
+        if args.out:
+            with open(args.out, 'a', encoding='utf-8') as file:
+                file.writelines(json.dumps({**row, 'job': job}) + '\n' for row in rows)
+
+    torch.set_float32_matmul_precision('high')
+    runs = range(args.seeds)
+    values, flat = values_of_runs(args, train, val)
+    own = evaluate(split(flat, args), val, args).mean(1)
+    print(f'{args.size}, learning rate {args.learning_rate:g}, {args.steps} steps, {args.windows:,} windows; '
+          f'validation loss of each run {" ".join(f"{loss:.4f}" for loss in own)}')
+    if args.garbled:
+        print(f'\n{"kind":<24}{"windows":<12}AUC, clean against garbled')
+        garbled, rows = [windows_of(args, train, run)[1] for run in runs], []
+        for k, (kind, source) in enumerate(KINDS):
+            each = [auc(v[k, ~bad], v[k, bad]) for v, bad in zip(values, garbled)]
+            print(f'{kind:<24}{source:<12}{np.mean(each):.3f}')
+            rows.append(dict(what='auc', kind=kind, windows=source, auc=each))
+        keep(rows)
+    kept = np.stack([np.random.default_rng(5000 + run).random((args.halves, args.windows)) < 0.5 for run in runs])
+    halves = train_all(args, train, val, [(run, run, half) for run in runs for half in kept[run]]).mean(1)
+    halves = halves.reshape(args.seeds, -1)                                     # (R,halves)
+    sums = values @ (~kept).transpose(0, 2, 1).astype(np.float32)               # (R,kinds,halves)
+    keep(score('LDS', sums, halves))
+    n = args.other_seed
+    if n > 0:
+        for name, shift, noise in (('same seed, disturbed', 0, 1e-6), ('other seed', 500, 0.0)):
+            tasks = [(run, shift + run, half) for run in runs for half in kept[run, :n]]
+            again = train_all(args, train, val, tasks, noise).mean(1).reshape(args.seeds, n)
+            each = spearman(halves[:, :n], again)
+            print(f'\nthe same {n} halves again, {name}: correlation of the losses', *each.round(4))
+            keep([dict(what='again', kind=name, spearman=each.tolist())])
+        keep(score('LDS of the other seed', sums[..., :n], again))
+    if args.drop:
+        keep(drop(args, train, val, values))
+
+
+if __name__ == '__main__':
+    with printing():
+        main()
