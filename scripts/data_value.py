@@ -8,6 +8,10 @@ data_value.png. The value of a sample at a step, lr * clip_coef * dot / B with B
 the validation loss that its gradient predicts to first order, in nats per token; a window's value is the sum over the
 run. It is that of plain gradient descent, whatever the optimizer; docs/values.md says how to read it.
 
+domains.csv has the sums of each domain, and 95% intervals of what as many other windows of the domain would have had in
+this run. Windows are what is drawn at random: the visits of one window are of one text, and the steps at which it came
+are part of its luck. A domain with few windows, below 30, has too narrow an interval, with one window none (nan).
+
 --drop, a share below 1, of a run with data_order=epoch: data/NAME, or the path NAME, gets the dataset without that
 share of the scored windows, those of the lowest values, ready for train.py --dataset=NAME; dropped.csv there lists
 them. scripts/retrain.py --compare=NAME tells whether this is worth anything.
@@ -16,9 +20,10 @@ import csv
 import hashlib
 import io
 import json
+import math
+import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +36,12 @@ from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, note, one_line_parser, printing, run_tokens, write_picture,
                             write_result)
 
-COLUMNS = 'iter', 'lr', 'clip_coef', 'val_loss', 'offset', 'loss', 'dot_product'
+PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
+PER_SAMPLE = 'offset', 'loss', 'dot_product'
+PART = 4096     # windows in memory at a time
 WINDOW_HEAD = 'offset', 'value', 'visits', 'loss', 'domain'
-DOMAIN_HEAD = 'domain', 'windows', 'visits', 'value', 'value_per_visit'
+DOMAIN_HEAD = ('domain', 'windows', 'visits', 'value', 'value_per_visit', 'value_low', 'value_high',
+               'value_per_visit_low', 'value_per_visit_high')
 
 
 def read_ghost(out_dir):
@@ -41,7 +49,8 @@ def read_ghost(out_dir):
     {step, offset, loss, value: (samples,)}); step is an index into the first.
 
     value is in nats per token, float64 (arXiv:2406.11011, first order). A step that lies in two files, as after a copy
-    of one run over another, is taken from the later one. ValueError (one line): no file, or a torn one.
+    of one run over another, is taken from the later one. Samples whose value is not finite are left out, with a note.
+    ValueError (one line): no file, a torn one, or nothing in them.
     """
     paths = sorted(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
     if not paths:
@@ -50,8 +59,16 @@ def read_ghost(out_dir):
     for path in paths:
         try:
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
-                parts.append({name: file.get_tensor(name) for name in COLUMNS})
-        except (SafetensorError, OSError) as error:
+                part = {name: file.get_tensor(name) for name in PER_STEP + PER_SAMPLE}
+            steps, shape = len(part['iter']), part['offset'].shape
+            if any(part[name].shape != (steps,) for name in PER_STEP) or shape[:1] != (steps,) or len(shape) != 2:
+                raise ValueError('its tensors are not of the same steps')
+            if any(part[name].shape != shape for name in PER_SAMPLE):
+                raise ValueError('its tensors are not of the same samples')
+            if (part['offset'] < 0).any():
+                raise ValueError('it has an offset below 0')
+            parts.append(part)
+        except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f'{path}: torn or not of train.py ({error}); '
                              'move it away and the others can be read') from None
     last = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
@@ -60,7 +77,7 @@ def read_ghost(out_dir):
         kept = np.array([last[step] == number for step in part['iter'].tolist()], bool)
         part = {name: array[kept] for name, array in part.items()}
         samples = part['offset'].shape[1]               # a run may go on with other batches
-        per_dot = part['lr'].astype(np.float64) * part['clip_coef'] / samples
+        per_dot = part['lr'].astype(np.float64) * part['clip_coef'] / max(1, samples)
         per_step.append([part['iter'], part['val_loss']])
         per_sample.append([np.repeat(part['iter'], samples), part['offset'].ravel(), part['loss'].ravel(),
                            (per_dot[:, None] * part['dot_product']).ravel()])
@@ -68,6 +85,12 @@ def read_ghost(out_dir):
     in_order, samples_in_order = (np.argsort(arrays[0], kind='stable') for arrays in (steps, samples))
     iters, val_loss = (array[in_order] for array in steps)
     sample_iter, offset, loss, value = (array[samples_in_order] for array in samples)
+    finite = np.isfinite(value)
+    if not finite.any():
+        raise ValueError(f'{out_dir}: the files in grad_dotprods hold no scored sample with a finite value')
+    if not finite.all():
+        note(f'left out {(~finite).sum():,} of {len(value):,} samples, whose values are not finite')
+        sample_iter, offset, loss, value = (array[finite] for array in (sample_iter, offset, loss, value))
     return (dict(iter=iters, val_loss=val_loss),
             dict(step=np.searchsorted(iters, sample_iter), offset=offset, loss=loss, value=value))
 
@@ -107,18 +130,29 @@ def read_metas(out_dir, folder):
     return metas
 
 
+def check_tokens_seen(out_dir, folder, then, now):
+    """ValueError (one line) if the tokens in the data folder are not those that all values of the run are of, as far as
+    its files or its checkpoint tell. then, now: the records of read_metas."""
+    seen, there = ((meta.get('splits') or {}).get('train', {}).get('sha256') for meta in (then, now))
+    train_bins = set()
+    for path in Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'):
+        with safe_open(path, 'numpy') as file:
+            train_bins.add((file.metadata() or {}).get('train_bin'))
+    train_bins.discard(None)    # older runs have it not
+    if len(train_bins) > 1:
+        raise ValueError(f'{out_dir}: its values are of {len(train_bins)} different train.bin: other text under the '
+                         'same offsets')
+    if train_bins:
+        seen, there = train_bins.pop(), fingerprint(folder / 'train.bin', now)
+    if seen and there and seen != there:
+        raise ValueError(f'{folder} was prepared anew since the run: other text under the same offsets')
+
+
 def find_text(out_dir, folder, then, now, block_size, end):
     """A function from a token offset to the text of its window; '' for all, and a note says why, if the tokens that the
     run saw, up to `end`, or their tokenizer are not to be had. then, now: the records of read_metas."""
     try:
-        seen, there = ((meta.get('splits') or {}).get('train', {}).get('sha256') for meta in (then, now))
-        last = max(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
-        with safe_open(last, 'numpy') as file:
-            train_bin = (file.metadata() or {}).get('train_bin')     # not in the files of older runs
-        if train_bin:
-            seen, there = train_bin, fingerprint(folder / 'train.bin', now)
-        if seen and there and seen != there:
-            raise ValueError(f'{folder} was prepared anew since the run: other text under the same offsets')
+        check_tokens_seen(out_dir, folder, then, now)
         meta, path = then or now, folder / 'train.bin'
         dtype = np.dtype(meta.get('dtype', 'uint16')).newbyteorder('<')
         tokens = path.stat().st_size // dtype.itemsize
@@ -132,9 +166,24 @@ def find_text(out_dir, folder, then, now, block_size, end):
     return lambda offset: decode(np.fromfile(path, dtype, block_size, offset=int(offset) * dtype.itemsize).tolist())
 
 
-def find_domains(meta):
-    """(names, a function from offsets to indices of names): a window belongs to the domain of its first token."""
-    domains = sorted(meta.get('domains') or [], key=lambda d: d['start'])
+def domains_of(meta):
+    """The domains [{name, start, end}] of a record, in order of their starts; [], and a note, if they make no sense."""
+    try:
+        domains = sorted(meta.get('domains') or [], key=lambda d: d['start'])
+        for d in domains:
+            if not isinstance(d['name'], str) or not all(isinstance(d[key], int) for key in ('start', 'end')):
+                raise ValueError(f'{d} is not a name with a start and an end in tokens')
+            if not 0 <= d['start'] <= d['end'] < 2**63:
+                raise ValueError(f'{d["name"]} from {d["start"]} to {d["end"]}')
+    except (LookupError, TypeError, ValueError) as error:
+        note(f'no domains: {type(error).__name__}: {error} in the record of the tokens')
+        return []
+    return domains
+
+
+def find_domains(domains):
+    """(names, a function from offsets to indices of names): a window belongs to the domain of its first token. domains:
+    of domains_of."""
     starts, ends = (np.array([d[key] for d in domains], np.int64) for key in ('start', 'end'))
 
     def domain_of(offsets):
@@ -144,9 +193,49 @@ def find_domains(meta):
     return [d['name'] for d in domains] + ['none' if domains else 'all'], domain_of
 
 
+def half_interval(x, piece):
+    """Half of the 95% interval of the sum of x (windows,), if others of the same kind and number had been drawn: 1.96
+    standard deviations of a sum of independent pieces. piece (windows,): which windows share text and count as one.
+    nan for one piece."""
+    pieces = np.bincount(np.unique(piece, return_inverse=True)[1].ravel(), x)
+    if len(pieces) < 2:
+        return math.nan
+    return float(1.96 * np.sqrt(len(pieces) * pieces.var(ddof=1)))
+
+
+def sum_domains(offset, value, visits, domain, names, block_size):
+    """
+    The rows of domains.csv, of windows (windows,) and their domains, indices of names: how many windows and visits, the
+    total value and that per visit (nats per token), and the ends of 95% intervals of these two.
+
+    The total of the windows that the run saw is exact. The interval is of the total that as many other windows of the
+    domain would have had in the same run. So it tells whether two domains differ by more than the luck of which windows
+    were drawn and when they came. Hence the unit is the window, not the visit: the visits of a window are of one text.
+    Nor are windows compared within steps only: a domain is also worth more because its windows happened to come at
+    steps of large values. (Of a domain that is nearly all the data each step has the same share, whatever comes when:
+    its interval is too wide.) The ends are those of a normal distribution, as a bootstrap over many windows would give,
+    but without random numbers. The value per visit is a ratio: its error is, to first order, that of the sum of
+    value - (value per visit) * visits.
+
+    Windows that overlap, as those of data_order=random do, are not independent: those that begin in the same block_size
+    tokens count as one. Neighbours that still overlap make the interval too narrow, by up to a fifth.
+    """
+    rows = []
+    for index in np.unique(domain):
+        these = domain == index
+        its_value, its_visits, piece = value[these], visits[these], offset[these] // block_size
+        total, number = float(its_value.sum()), int(its_visits.sum())
+        each = total / number
+        of_total = half_interval(its_value, piece)
+        of_each = half_interval(its_value - each * its_visits, piece) / number
+        rows.append([names[index], int(these.sum()), number, total, each, total - of_total, total + of_total,
+                     each - of_each, each + of_each])
+    return rows
+
+
 def draw(path, steps, samples, value, names, domain):
-    """Three panels: values of windows, value of each domain up to a step, predicted and real decrease of the loss.
-    value (windows,); domain (samples,): indices of names."""
+    """Three panels: values of windows; value of each domain up to a step; real decrease of the validation loss and the
+    sum of the values, in nats on one axis. value (windows,); domain (samples,): indices of names."""
     plt = load_pyplot(path, required=False)
     if plt is None:
         return
@@ -155,20 +244,22 @@ def draw(path, steps, samples, value, names, domain):
     left.ticklabel_format(axis='x', style='sci', scilimits=(0, 0))
     left.axvline(0, color='black', linewidth=0.8)
     left.set(title='windows', xlabel='value (nats/token)', ylabel='number of windows')
+
+    def before_a_step(values):
+        """values (samples,) -> (steps,): the sum of all steps before each, as val_loss is of the weights before it."""
+        summed = np.cumsum(np.bincount(samples['step'], values, len(steps['iter'])))
+        return np.concatenate([[0], summed[:-1]])
     for index in np.unique(domain):
         its = np.where(domain == index, samples['value'], 0)
-        its = np.bincount(samples['step'], its, len(steps['iter']))     # (steps,)
-        middle.plot(steps['iter'], np.cumsum(its), label=literal(names[index]))
-    middle.set(title='value up to a step', xlabel='step', ylabel='nats/token')
+        middle.plot(steps['iter'], before_a_step(its), label=literal(names[index]))
+    middle.set(title='value of each domain up to a step', xlabel='step', ylabel='nats/token')
     middle.legend(fontsize='small')
-    gained = steps['val_loss'][0] - steps['val_loss']   # before a step, hence by the steps before it
-    predicted = np.concatenate([[0], np.cumsum(np.bincount(samples['step'], samples['value']))[:-1]])
-    right.plot(steps['iter'], gained, color='C1', label='real')
-    right.set(title='decrease of the validation loss', xlabel='step', ylabel='real (nats/token)')
-    other = right.twinx()       # AdamW's steps are longer than plain gradient descent's: the shape is to be compared
-    other.plot(steps['iter'], predicted, color='C0', label='sum of values')
-    other.set_ylabel('sum of values (nats/token)')
-    right.legend(handles=[*right.lines, *other.lines], fontsize='small', loc='lower right')
+    right.plot(steps['iter'], steps['val_loss'][0] - steps['val_loss'], color='black',
+               label='real: the fall since the first scored step')
+    right.plot(steps['iter'], before_a_step(samples['value']), color='black', linestyle='--',
+               label='predicted: sum of all values so far')
+    right.set(title='decrease of the validation loss up to a step', xlabel='step', ylabel='nats/token')
+    right.legend(fontsize='small')
     for ax in (left, middle, right):
         ax.grid(alpha=0.3)
     write_picture(figure, path)
@@ -193,9 +284,12 @@ def show(steps, samples, windows, domain_rows, block_size, text, top):
     half = np.argmax(up_to_step * np.sign(total) >= abs(total) / 2)
     print(f'windows of negative value: {np.mean([row[1] < 0 for row in windows]):.1%}; '
           f'half of the sum was reached at step {iters[half]}\n')
-    print(f'{"domain":<24} {"windows":>10} {"visits":>10} {"value":>12} {"per visit":>12}')
-    for row in sorted(domain_rows, key=lambda row: -row[4]):
-        print('{:<24} {:>10,} {:>10,} {:>12.4g} {:>12.4g}'.format(*row))
+    print(f'{"domain":<24} {"windows":>10} {"visits":>10} {"value":>10} {"95% interval":>22} {"per visit":>10} '
+          f'{"95% interval":>22}')
+    for name, number, visits, total, each, low, high, each_low, each_high in sorted(domain_rows, key=lambda r: -r[4]):
+        intervals = [f'{start:.3g} to {end:.3g}' for start, end in ((low, high), (each_low, each_high))]
+        print(f'{name:<24} {number:>10,} {visits:>10,} {total:>10.4g} {intervals[0]:>22} {each:>10.4g} '
+              f'{intervals[1]:>22}')
     for title, rows in (('best', windows[:top]), ('worst', windows[::-1][:top])):
         print(f'\n{title:<5} {"offset":>14} {"value":>11} {"visits":>7} {"loss":>7}')
         for rank, (offset, value, visits, loss, _) in enumerate(rows, 1):
@@ -204,12 +298,14 @@ def show(steps, samples, windows, domain_rows, block_size, text, top):
 
 
 def new_folder(name):
-    """The folder of a new dataset: data/NAME, or NAME if it is a path. ValueError (one line) if it is there already."""
+    """The folder of a new dataset: data/NAME, or NAME if it is a path. ValueError (one line) if it is there already, or
+    train.py would find another one by this name."""
     folder = Path(name)
     if folder.name == name and not name.startswith('.'):
         folder = DATA / name
-    if folder.exists():
-        raise ValueError(f'--to={name}: {folder} is there already; choose another name or delete it')
+    for there in (folder, find_folder(name)):
+        if os.path.lexists(there):
+            raise ValueError(f'--to={name}: {there} is there already; choose another name or delete it')
     return folder
 
 
@@ -235,38 +331,64 @@ def without_domains(domains, dropped, block_size):
     return [d for d in moved_domains if d['end'] > d['start']]
 
 
-def drop_worst(out_dir, config, then, offset, value, share, folder):
-    """The run's dataset without the share of its scored windows that has the lowest values -> folder, which appears
-    whole. then: read_metas' record of the tokens that the run saw. ValueError (one line) if they are others now."""
-    if config['data_order'] != 'epoch':
+def check_drop(out_dir, config, then, now, offset, number):
+    """(train.bin as find_bin has it, its record, the path of val.bin) of the run's dataset. ValueError (one line) if
+    `number` windows of those that begin at offset (windows,) cannot be dropped from it. then, now: read_metas' records
+    of the tokens that the run saw and of those that are there."""
+    if config.get('data_order') != 'epoch':
         raise ValueError(f'{out_dir}: --drop needs a run with --data_order=epoch, whose windows do not overlap')
     block_size = config['block_size']
-    (path, dtype, tokens), meta = run_tokens(config, then)
+    train, meta = run_tokens(config, then)
+    path, _, tokens = train
+    check_tokens_seen(out_dir, path.parent, then, now)
     (val, _, val_tokens), _ = find_bin(config['dataset'], 'val')
-    if offset.max() + block_size > tokens:
-        raise ValueError(f'{path} was prepared anew since the run: other text under the same offsets')
-    worst = np.argsort(value, kind='stable')[:int(share * len(value))]
-    dropped = np.zeros((tokens - 1) // block_size, bool)
-    dropped[offset[worst] // block_size] = True
-    content = without(np.fromfile(path, dtype), dropped, block_size).tobytes()
-
-    meta = {'vocab_size': GPT2_VOCAB, 'dtype': dtype.name, **meta}
-    if meta.get('domains'):
-        meta['domains'] = without_domains(meta['domains'], dropped, block_size)
+    if offset.max() + block_size >= tokens:
+        raise ValueError(f'{path} was prepared anew since the run: it has no window at token {offset.max():,}')
+    if (offset % block_size).any():
+        raise ValueError(f'{out_dir}: --drop needs windows that do not overlap, but some begin between multiples of '
+                         f'block_size={block_size}: was an earlier part of the run without --data_order=epoch?')
+    left = tokens - number * block_size
+    if left <= block_size:
+        raise ValueError(f'--drop would leave {left:,} tokens, less than one window: a smaller share')
+    meta = {'vocab_size': GPT2_VOCAB, 'dtype': train[1].name, **meta}
     meta['splits'] = {'val': {'tokens': val_tokens}, **(meta.get('splits') or {})}
-    meta['splits']['train'] = {'tokens': len(content) // dtype.itemsize, 'sha256': hashlib.sha256(content).hexdigest()}
-    meta['dropped'] = {'windows': len(worst), 'of': len(dropped), 'block_size': block_size, 'why': 'the lowest values',
-                       'run': str(out_dir.resolve()), 'dataset': config['dataset']}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as beside:
-        made = Path(beside, 'data')
-        made.mkdir()
-        shutil.copyfile(val, made / 'val.bin')
-        write_result(made / 'train.bin', content)
-        write_csv(made / 'dropped.csv', ('offset', 'value'), [(int(offset[i]), float(value[i])) for i in worst])
-        write_result(made / 'meta.json', json.dumps(meta).encode())
+    return train, meta, val
+
+
+def write_without(folder, train, meta, val, block_size, dropped, rows, why):
+    """Write the dataset of train, meta and val (of check_drop) without the windows dropped (all windows of train.bin,)
+    -> folder, which appears whole. rows: of dropped.csv; why: what meta.json says of it."""
+    path, dtype, tokens = train
+    beside = folder.with_name(f'.{folder.name}.tmp')    # always the same: what a kill leaves goes with the next try
+    made, digest = beside / 'data', hashlib.sha256()
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f'{folder}: cannot be written: {error.strerror}') from None
+
+    def write_kept(file):
+        for first in range(0, len(dropped), PART):
+            last = min(first + PART, len(dropped))
+            end = last * block_size
+            if last == len(dropped):
+                end = tokens        # with what follows the last window
+            start = first * block_size
+            part = np.fromfile(path, dtype, end - start, offset=start * dtype.itemsize)
+            content = without(part, dropped[first:last], block_size).tobytes()
+            digest.update(content)
+            file.write(content)
+    try:
+        with open(val, 'rb') as source:
+            write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
+        write_result(made / 'train.bin', write_kept)
+        left = tokens - int(dropped.sum()) * block_size
+        splits = {**meta['splits'], 'train': {'tokens': left, 'sha256': digest.hexdigest()}}
+        write_csv(made / 'dropped.csv', ('offset', 'value'), rows)
+        write_result(made / 'meta.json', json.dumps({**meta, 'dropped': why, 'splits': splits}).encode())
         made.rename(folder)
-    print(f'wrote {folder}: without {len(worst):,} of {len(dropped):,} windows of {block_size} tokens\n')
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def main():
@@ -279,41 +401,39 @@ def main():
     args = parser.parse_args()
     if args.top < 1:
         parser.error(f'--top={args.top}: must be at least 1')
-    if (args.drop is None) != (args.to is None) or args.drop is not None and not 0 < args.drop < 1:
+    if (args.drop is None) != (args.to is None) or args.drop is not None and not 0 < args.drop < 1 or args.to == '':
         parser.error(f'--drop={args.drop} --to={args.to}: a share between 0 and 1, and the name of a new dataset')
     out_dir, out = args.out_dir, args.out or args.out_dir / 'data_value'
     steps, samples = read_ghost(out_dir)
     try:
         config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
-        folder, block_size = find_folder(config['dataset']), int(config['block_size'])
+        folder, block_size = find_folder(config['dataset']), config['block_size']
+        if type(block_size) is not int or block_size < 1:
+            raise ValueError(f'block_size is {block_size!r}')
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
-    new = new_folder(args.to) if args.to else None
     offset, value, visits, loss = by_window(samples)
-    if new and int(args.drop * len(offset)) == 0:
-        parser.error(f'--drop={args.drop} of {len(offset):,} scored windows is less than one: a larger share')
+    if args.to:
+        number = math.floor(args.drop * len(offset) + 1e-9)     # 0.29 * 100 is a little below 29
+        if number == 0:
+            parser.error(f'--drop={args.drop} of {len(offset):,} scored windows is less than one: a larger share')
+        new = new_folder(args.to)
+        find_bin(config['dataset'], 'train')    # if it cannot be read, this is the one line, without read_metas' note
+    then, now = read_metas(out_dir, folder)
+    if args.to:
+        train, meta, val = check_drop(out_dir, config, then, now, offset, number)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f'--out={out}: {error.strerror}')
 
-    then, now = read_metas(out_dir, folder)
-    if new:
-        drop_worst(out_dir, config, then, offset, value, args.drop, new)
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
-    try:
-        names, domain_of = find_domains(then or now)
-    except (LookupError, TypeError, ValueError, OverflowError) as error:
-        note(f'no domains: {type(error).__name__}: {error} in the record of the tokens')
-        names, domain_of = find_domains({})
+    domains = domains_of(then or now)
+    names, domain_of = find_domains(domains)
     domain = domain_of(offset)
     windows = [(int(offset[i]), float(value[i]), int(visits[i]), float(loss[i]), names[domain[i]])
                for i in np.argsort(-value, kind='stable')]
-    domain_rows = []
-    for index in np.unique(domain):
-        these = domain == index
-        total, number = float(value[these].sum()), int(visits[these].sum())
-        domain_rows.append([names[index], int(these.sum()), number, total, total / number])
+    domain_rows = sum_domains(offset, value, visits, domain, names, block_size)
 
     # files before prints, since whoever reads these may go away, as head does
     write_csv(out / 'windows.csv', WINDOW_HEAD, windows)
@@ -321,8 +441,20 @@ def main():
     lines = (json.dumps({**dict(zip(WINDOW_HEAD, row)), 'text': text(row[0])}, ensure_ascii=False) for row in windows)
     write_result(out / 'windows.jsonl', lambda file: file.writelines(line.encode() + b'\n' for line in lines))
     draw(out / 'data_value.png', steps, samples, value, names, domain_of(samples['offset']))
+    if args.to:
+        worst = np.argsort(value, kind='stable')[:number]
+        dropped = np.zeros((train[2] - 1) // block_size, bool)
+        dropped[offset[worst] // block_size] = True
+        why = {'windows': number, 'of': len(dropped), 'block_size': block_size, 'why': 'the lowest values',
+               'run': str(out_dir.resolve()), 'dataset': config['dataset']}
+        rows = [(int(offset[i]), float(value[i])) for i in worst]
+        if domains:
+            meta['domains'] = without_domains(domains, dropped, block_size)
+        write_without(new, train, meta, val, block_size, dropped, rows, why)
     show(steps, samples, windows, domain_rows, block_size, text, args.top)
     print(f'\nwrote windows.csv, windows.jsonl, domains.csv and, where it could be drawn, data_value.png into {out}')
+    if args.to:
+        print(f'wrote {new}: without {number:,} of {len(dropped):,} windows of {block_size} tokens')
 
 
 if __name__ == '__main__':

@@ -78,7 +78,8 @@ def draw(path, value, noise, steps, auc_at_step, final):
     left.legend()
     right.plot(steps, auc_at_step)
     right.axhline(0.5, color='gray', linestyle=':', label='guessing')
-    right.set(title='AUC of the values summed up to a step', xlabel='step', ylim=(0.45, 1.02))
+    lowest = min(0.45, min(auc_at_step) - 0.02)
+    right.set(title='AUC of the values summed up to a step', xlabel='step', ylim=(lowest, 1.02))
     right.legend()
     for ax in (left, right):
         ax.grid(alpha=0.3)

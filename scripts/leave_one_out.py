@@ -171,18 +171,21 @@ def measure(model, state, t, batches, windows, samples, horizon, config):
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 def draw(path, truth, values, t):
-    """Truth against each of the values, both in nats; the line is where they are equal."""
+    """Truth against each of the values, all in nats on one scale; the line is where they are equal."""
     plt = load_pyplot(path, required=False)
     if plt is None:
         return
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout='constrained', sharey=True)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), layout='constrained', sharex=True, sharey=True)
+    ends = min(truth.min(), values.min()), max(truth.max(), values.max())
+    margin = max(0.05 * (ends[1] - ends[0]), 1e-12)
     for ax, kind, value in zip(axes, KINDS, values.T):
         ax.scatter(value, truth, s=14)
         ax.axline((0, 0), slope=1, color='gray', linewidth=0.8, label='equal')
         ax.set(title=f'{kind}: correlation {np.corrcoef(value, truth)[0, 1]:.2f}', xlabel=f'{kind} (nats)')
         ax.ticklabel_format(style='sci', scilimits=(0, 0))
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel(f'truth after step {t} (nats)')
+    axes[0].set(ylabel=f'truth after step {t} (nats)', xlim=(ends[0] - margin, ends[1] + margin),
+                ylim=(ends[0] - margin, ends[1] + margin))
     axes[0].legend(fontsize='small')
     write_picture(figure, path)
     plt.close(figure)

@@ -1,5 +1,6 @@
 """scripts/data_value.py adds up the values of windows and domains: known numbers, a run, damaged folders."""
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file, save_file
+
+import modes_helper  # noqa: F401  lets the next ones be found
+from data.bins import find_bin, load_meta
+from scripts import data_value as script
+from scripts.data_value import find_domains, sum_domains
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / 'scripts' / 'data_value.py')
@@ -83,11 +89,59 @@ def test_known_numbers(tmp_path):
     keys = 'value', 'windows', 'value_per_visit'
     numbers = {name: tuple(float(row[key]) for key in keys) for name, row in domains.items()}
     assert numbers == {'letters': (0.5, 2, 0.125), 'tail': (1.0, 1, 0.5)}
+    # 1.96 * sqrt(2 * 3.125) = 4.9, of the mean of 4 visits 1.225; of one window nothing is known
+    ends = 'value_low', 'value_high', 'value_per_visit_low', 'value_per_visit_high'
+    assert [float(domains['letters'][end]) for end in ends] == pytest.approx([-4.4, 5.4, -1.1, 1.35])
+    assert domains['tail']['value_low'] == 'nan' and '-4.4 to 5.4 ' in done.stdout and 'nan to nan' in done.stdout
     assert [line['text'] for line in lines] == ['abcdabcd', 'wxyzwxyz', 'abcdabcd']
     assert 'sum of values 1.5 nats/token; the validation loss fell by 1 ' in done.stdout
     best, worst = done.stdout.split('\nbest')[1].split('\nworst')
     assert [int(line.split()[1]) for line in best.splitlines()[1:3]] == [0, 40] and 'wxyzwxyz' in best
     assert [int(line.split()[1]) for line in worst.splitlines()[1:3]] == [8, 40]
+
+
+def test_intervals_are_those_of_all_bootstrap_samples():
+    offset, domain = np.array([0, 8, 24, 40, 64]), np.zeros(5, int)
+    value, visits = np.array([3.0, -1.0, 0.5, 2.0, 1.0]), np.array([3, 2, 3, 2, 3])
+    row, = sum_domains(offset, value, visits, domain, ['a'], 8)
+    total, each, low, high, each_low, each_high = row[3:]
+    drawn = np.array(list(itertools.product(range(5), repeat=5)))       # (3125, 5)
+    totals, ratios = value[drawn].sum(1), value[drawn].sum(1) / visits[drawn].sum(1)
+    assert (total, each) == (5.5, 5.5 / 13)
+    assert (high - low) / 2 == pytest.approx(1.96 * totals.std() * (5 / 4) ** 0.5)
+    assert (each_high - each_low) / 2 == pytest.approx(1.96 * ratios.std() * (5 / 4) ** 0.5, rel=0.1)
+    # the same text in overlapping windows: a piece that begins within block_size tokens counts once
+    offset, domain = np.array([0, 3, 8, 24, 40, 41, 64]), np.zeros(7, int)
+    value, visits = np.array([1.0, 2, -1, 0.5, 5, -3, 1]), np.array([1, 2, 2, 3, 1, 1, 3])
+    assert sum_domains(offset, value, visits, domain, ['a'], 8)[0][3:] == pytest.approx(row[3:])
+
+
+def test_intervals_cover_the_truth():
+    """Windows of one text have values of their own at all visits: each has a mean, and a third as much per visit."""
+    draw, n, mean, trials = np.random.default_rng(0), 80, 0.3, 500
+    hits = np.zeros(2)
+    for _ in range(trials):
+        visits = draw.integers(1, 5, n)
+        value = visits * draw.gamma(2, mean / 2, n) + draw.normal(size=n) * np.sqrt(visits) * mean / 3
+        row, = sum_domains(np.arange(n) * 8, value, visits, np.zeros(n, int), ['a'], 8)
+        low, high, each_low, each_high = row[5:]
+        hits += low < n * 2.5 * mean < high, each_low < mean < each_high
+    assert (np.abs(hits / trials - 0.95) < 0.03).all(), hits / trials
+
+
+def test_the_same_thing_is_drawn_on_one_axis(tmp_path, monkeypatch):
+    """Three axes, none on top of another; real and predicted decrease before each step, in nats."""
+    pytest.importorskip('matplotlib')
+    drawn = []
+    monkeypatch.setattr(script, 'write_picture', lambda figure, path: drawn.append(figure))
+    steps, samples = script.read_ghost(make_run(tmp_path))
+    offset, value, _, _ = script.by_window(samples)
+    names, domain_of = find_domains([dict(name='letters', start=0, end=32), dict(name='tail', start=32, end=65)])
+    script.draw('x.png', steps, samples, value, names, domain_of(samples['offset']))
+    left, middle, right = drawn[0].axes
+    assert [line.get_ydata().tolist() for line in right.lines] == [[0, 0.5, 1], [0, 0.5, 2]]
+    assert [line.get_ydata().tolist() for line in middle.lines] == [[0, 0.5, 1], [0, 0, 1]]
+    assert len(right.get_legend().get_texts()) == 2
 
 
 def test_half_of_a_negative_sum(tmp_path):
@@ -227,6 +281,104 @@ def test_errors_are_one_line(tmp_path):
     assert 'use_ghost=True' in data_value(run, rc=1).stderr
     assert 'use_ghost=True' in data_value(tmp_path / 'nowhere', rc=1).stderr
     assert sorted(os.listdir(run)) == ['config.json', 'grad_dotprods']     # nothing was written
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(run, *args): data_value.py in this process, without a picture; returns the one line of its error."""
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+
+    def run_it(run, *args):
+        monkeypatch.setattr(sys, 'argv', ['data_value.py', str(run), *map(str, args)])
+        capsys.readouterr()
+        try:
+            script.main()
+        except ValueError as error:
+            return str(error)
+        except SystemExit:
+            return capsys.readouterr().err
+        return ''
+    return run_it
+
+
+def change(run, function, train_bins=()):
+    """Apply function to the columns of each file of values; train_bins: what their metadata name, in their order."""
+    for path, name in itertools.zip_longest(sorted((run / 'grad_dotprods').iterdir()), train_bins):
+        columns = load_file(path)
+        function(columns)
+        save_file(columns, path, {'train_bin': name} if name else None)
+
+
+def test_drop_checks_all_before_it_writes(tmp_path, command):
+    run, data = make_run(tmp_path), tmp_path / 'data'
+    np.zeros(20, '<u2').tofile(data / 'val.bin')
+    meta = json.loads((data / 'meta.json').read_text())
+    meta['splits']['val']['tokens'] = 20
+    (data / 'meta.json').write_text(json.dumps(meta))
+    config, new = json.loads((run / 'config.json').read_text()), tmp_path / 'new'
+    (tmp_path / 'file').write_text('')
+    os.symlink(tmp_path / 'nowhere', tmp_path / 'link')
+    before = sorted(tmp_path.rglob('*'))
+
+    def refuses(*words, drop=0.5, to=new):
+        line = command(run, f'--drop={drop}', f'--to={to}')
+        assert all(word in line for word in words) and line.strip().count('\n') == 0, line
+        assert sorted(tmp_path.rglob('*')) == before
+
+    for order in ('random', None):
+        (run / 'config.json').write_text(json.dumps({**config, 'data_order': order}))
+        refuses('--data_order=epoch')
+    (run / 'config.json').write_text(json.dumps({**config, 'data_order': 'epoch'}))
+    for share in (0, 1, 'nan', -1, 'inf', 'x', ''):
+        refuses('--drop', 'usage', drop=share)
+    refuses('less than one', drop=1e-9)
+    refuses('--to=', 'usage', to='')
+    for there in (data, run, tmp_path, '.', '..', tmp_path / 'link'):
+        refuses('is there already', to=there)
+    for wrong, what in ((-8, 'iter_000002'), (3, 'between multiples'), (64, 'no window at')):
+        change(run, lambda columns: columns['offset'].put(0, wrong))
+        refuses(what)
+        change(run, lambda columns: columns['offset'].put(0, OFFSETS[0][0] if len(columns['iter']) == 2 else 8))
+    for names, what in ((['one', 'two'], '2 different train.bin'), (['one', 'one'], 'prepared anew')):
+        change(run, lambda columns: None, names)
+        refuses(what)
+    change(run, lambda columns: columns['dot_product'].fill(np.inf))
+    refuses('no scored sample')
+    change(run, lambda columns: columns.update(dot_product=columns['dot_product'][:, :1]))
+    refuses('iter_000002', 'not of the same samples')
+
+
+def test_drop(tmp_path, command, capsys, monkeypatch):
+    """uint32 tokens in parts, domains with a gap; one value is not finite; a try before this one was killed."""
+    run, data, new = make_run(tmp_path), tmp_path / 'data', tmp_path / 'new'
+    (run / 'config.json').write_text(json.dumps(dict(dataset=str(data), block_size=8, data_order='epoch')))
+    tokens = np.fromfile(data / 'train.bin', '<u2').astype('<u4')
+    tokens.tofile(data / 'train.bin'), tokens[:20].tofile(data / 'val.bin')
+    meta = json.loads((data / 'meta.json').read_text())
+    meta.update(dtype='uint32', splits=dict(train=dict(tokens=65), val=dict(tokens=20)),
+                domains=[dict(name=name, start=a, end=b) for name, a, b in (('a', 4, 10), ('b', 8, 16), ('c', 40, 65))])
+    (data / 'meta.json').write_text(json.dumps(meta))
+    change(run, lambda columns: columns['dot_product'].put(0, np.nan))      # of offset 0 and, in the second file, of 8
+    (tmp_path / '.new.tmp' / 'data').mkdir(parents=True), (tmp_path / '.new.tmp' / 'data' / 'torn').write_text('x')
+    monkeypatch.setattr(script, 'PART', 2)
+
+    def full_disk(path, *_):
+        if path.name == 'dropped.csv':
+            raise ValueError('no space left')
+    with monkeypatch.context() as broken:
+        broken.setattr(script, 'write_csv', full_disk)
+        assert command(run, '--drop=0.67', f'--to={new}') == 'no space left'
+    assert not new.exists() and not (tmp_path / '.new.tmp').exists()
+    command(run, '--drop=0.67', f'--to={new}')
+    told = capsys.readouterr()
+    assert 'left out 2 of 6 samples' in told.err
+    assert told.out.endswith(f'wrote {new}: without 2 of 8 windows of 8 tokens\n')
+    assert (new / 'dropped.csv').read_text() == 'offset,value\n8,-0.5\n0,0.5\n'      # 40 has 1
+    kept, there = find_bin(str(new), 'train')
+    assert kept[1:] == (np.dtype('<u4'), 49) and np.fromfile(*kept[:2]).tolist() == tokens[16:].tolist()
+    assert (new / 'val.bin').read_bytes() == (data / 'val.bin').read_bytes() and load_meta(new) == there
+    assert there['domains'] == [dict(name='c', start=24, end=49)] and there['dropped']['windows'] == 2
+    assert not (tmp_path / '.new.tmp').exists()
 
 
 def test_of_a_run(fork, tmp_path):
