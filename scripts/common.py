@@ -1,13 +1,16 @@
 """What the commands share: notes and errors of one line, arguments, and pictures."""
 import argparse
+import atexit
 import hashlib
 import io
 import json
 import math
 import os
+import signal
 import sys
 import warnings
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +110,19 @@ def run_tokens(config, meta):
     return train, record
 
 
+def find_data(config):
+    """
+    ({split: (path, dtype, tokens)}, {split: what prepare.py recorded}, the record of the training data with its
+    fingerprint) of a config's dataset, whose path becomes absolute there. ValueError (one line) if it is missing.
+    """
+    bins, metas, dataset = {}, {}, config['dataset']
+    for split in ('train', 'val'):
+        bins[split], metas[split] = find_bin(dataset, split)
+    if bins['train'][0].parent == Path(dataset):
+        config['dataset'] = os.path.abspath(dataset)
+    return bins, metas, {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
+
+
 def lr_at(config, step):
     """The learning rate of a step of the run with this config, as train.py's lr_at."""
     factor = config['gradient_accumulation_steps'] if config['scale_lr'] else 1
@@ -169,6 +185,78 @@ def choose_device(device, dtype):
     return device, dtype
 
 
+def check_numbers(config, counts):
+    """End with one line if a setting is out of range. counts: names, with spaces between, of those that begin at 1; all
+    other numbers begin at 0, and probabilities and Adam's betas are below 1."""
+    for name, value in config.items():
+        low = 1 if name in counts.split() else 0
+        if isinstance(value, (int, float)) and value < low:
+            fail(f'{name}={value}: must be at least {low}')
+        if name in ('dropout', 'beta1', 'beta2') and value >= 1:
+            fail(f'{name}={value}: must be below 1')
+
+
+def join_ranks(device, timeout_minutes):
+    """Connect this process with the others that torchrun has started; each takes a GPU if device is 'cuda'. One that
+    waits for another gives up after so many minutes. Returns (rank, this rank's device: 'cpu', 'cuda:0')."""
+    import torch
+    import torch.distributed as dist
+
+    from checkpoint import leave
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
+    backend, device_id = 'gloo', None
+    if device == 'cuda':
+        gpus = torch.cuda.device_count()
+        if int(os.environ.get('LOCAL_WORLD_SIZE', 1)) > gpus:
+            fail(f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
+        backend = 'cpu:gloo,cuda:nccl'      # gloo carries what is in host memory: checkpoints
+        device = f'cuda:{local_rank}'
+        device_id = torch.device(device)
+        torch.cuda.set_device(device_id)
+    one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: train.py
+    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
+    timeout = timedelta(minutes=timeout_minutes)
+    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
+                            device_id=device_id)
+    atexit.register(leave)
+    return rank, device
+
+
+def make_mesh(device, timeout_minutes, **sizes):
+    """A torch DeviceMesh of all ranks with these named dimensions, the ranks of the last one next to each other."""
+    import torch.distributed as dist
+    mesh = dist.init_device_mesh(device.split(':')[0], tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:      # torch gives them its own timeout
+        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), mesh[name].get_group())
+    return mesh
+
+
+def peak_memory(device):
+    """GiB of GPU memory that the rank which needs most has needed, None on a CPU; all ranks participate."""
+    import torch
+    import torch.distributed as dist
+    if device == 'cpu':
+        return None
+    most = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
+
+
+def catch_signals():
+    """A list to which SIGINT, SIGTERM and SIGHUP add their number when they come, so that a run can end after its step;
+    the same signal again kills as usual."""
+    came = []
+
+    def on_signal(number, frame):
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), on_signal)
+    return came
+
+
 def tell(message, stream):
     """A line of a run's; where it can not be printed, training goes on."""
     try:
@@ -187,6 +275,15 @@ def log_record(path, record):
             file.write(json.dumps(record) + '\n')
     except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
         tell(f'warning: {path} is not written: {error.strerror}', sys.stdout)
+
+
+def log_step(path, **record):
+    """A training step as a line on stdout, and as one of the log.jsonl at path; what is None is n/a."""
+    mfu, memory = record['mfu'], record['memory_gib']
+    tell(f'step {record["iter"]}: loss {record["loss"]:.4f}, lr {record["lr"]:.2e}, norm {record["grad_norm"]:.3f}, '
+         f'{record["ms"]:.1f} ms, {record["tokens_per_s"]:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '
+         f'peak memory {f"{memory:.1f} GiB" if memory else "n/a"}', sys.stdout)
+    log_record(path, record)
 
 
 def find_classifier(config, given, rows):

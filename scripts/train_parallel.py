@@ -12,7 +12,6 @@ replicate   HSDP: copies of the sharded model                                   
 Data, settings and log are train.py's, and each script goes on from the other's checkpoints, whatever the mesh. Every
 mesh computes the same up to rounding, but for dropout, whose masks differ from rank to rank.
 """
-import atexit
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,20 +28,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel, SequenceParallel, loss_parallel,
                                                parallelize_module)
 from torch.nn.attention.bias import causal_lower_right
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving,
                         load_start, save_sharded, state_of)
 from configurator import configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
+from data.bins import check_tokens, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
-from model import GPT, GPTConfig
-from scripts.common import log_record, lr_at, tell
+from model import GPT, Attention, GPTConfig
+from scripts.common import (catch_signals, check_numbers, choose_device, find_data, join_ranks, log_record, log_step,
+                            lr_at, make_mesh, peak_memory, tell)
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
 tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
@@ -96,10 +95,9 @@ device = 'auto'                     # 'auto' (GPUs if there are any) | 'cpu' | '
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU, else float32) | 'float32' | 'bfloat16'
 compile = 'auto'                    # 'auto' (on a GPU) | True | False: torch.compile, block by block
 timeout_minutes = 60                # after which a rank that waits for another gives up
-# ---- known here, so that train.py's config files can be read, and refused if they ask for something ------------------
+# ---- train.py's, known here so that its config files can be read; another value is refused --------------------------
 use_ghost = grad_dump = eval_only = wandb_log = scale_lr = deterministic = fsdp_cpu_offload = False
-rope = qk_norm = profile_memory = False
-ghost_val_resample = ghost_per_param = False
+rope = qk_norm = profile_memory = ghost_val_resample = ghost_per_param = False
 ghost_val_batch_size = ghost_interval = ghost_save_interval = check_sync_interval = fsdp_min_num_params = 0
 profile_steps = 0
 ghost_val_dataset = wandb_project = wandb_run_name = ''
@@ -107,6 +105,9 @@ on_nonfinite = 'stop'
 backend = 'auto'
 optimizer = 'adamw'
 # ----------------------------------------------------------------------------------------------------------------------
+only_value = {name: globals()[name] for name in """use_fsdp checkpoint_format use_ghost grad_dump eval_only wandb_log
+    scale_lr deterministic fsdp_cpu_offload fsdp_min_num_params check_sync_interval rope qk_norm profile_steps
+    profile_memory on_nonfinite backend optimizer""".split()}
 config, given = configure(globals())
 sys.excepthook = excepthook(out_dir)
 logging.getLogger('torch.distributed.tensor').setLevel(logging.ERROR)   # not that some tensors take two gathers
@@ -121,34 +122,22 @@ def require_multiple(size, name, parts, of):
     require(size % parts == 0, f'{name}={size} is not a multiple of {of} = {parts}')
 
 require(under_torchrun(), 'start by torchrun --standalone --nproc_per_node=N scripts/train_parallel.py ...')
-rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
-if device == 'auto':
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-gpus = torch.cuda.device_count() if device == 'cuda' else 0
-if dtype == 'auto':
-    dtype = 'bfloat16' if gpus else 'float32'
+device, dtype = choose_device(device, dtype)
+on_gpu = device == 'cuda'
 if compile == 'auto':
-    compile = gpus > 0
+    compile = on_gpu
 config.update(device=device, dtype=dtype, compile=compile)
-counts = '''tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval eval_iters log_interval
-    gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes'''.split()
-for name, value in config.items():
-    low = 1 if name in counts else 0
-    require(not isinstance(value, (int, float)) or low <= value, f'{name}={value}: must be at least {low}')
-    require(name not in ('dropout', 'beta1', 'beta2') or value < 1, f'{name}={value}: must be below 1')
-choices = dict(use_fsdp=(True,), optimizer=('adamw',), checkpoint_format=('sharded',),
-               pipeline_schedule=('1f1b', 'interleaved'),
-               on_nonfinite=('stop',), backend=('auto',), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
+check_numbers(config, counts="""tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval
+    eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes""")
+choices = dict(pipeline_schedule=('1f1b', 'interleaved'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
                dtype=('float32', 'bfloat16'), compile=(True, False))
-only_train = '''use_ghost grad_dump eval_only wandb_log scale_lr deterministic fsdp_cpu_offload fsdp_min_num_params
-    check_sync_interval rope qk_norm profile_steps profile_memory'''.split()
-for name, values in {**choices, **dict.fromkeys(only_train, (False,))}.items():
+choices.update({name: (value,) for name, value in only_value.items()})
+for name, values in choices.items():
     require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
-require(device == 'cpu' or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
-        f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
 require(out_dir, 'out_dir is empty: name a folder')
 require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}')
 require_multiple(n_embd, 'n_embd', n_head, 'n_head')
+world_size = int(os.environ['WORLD_SIZE'])
 require_multiple(world_size, 'the world size', tensor_parallel * context_parallel * pipeline_parallel * fsdp_replicate,
                  'tensor_parallel x context_parallel x pipeline_parallel x fsdp_replicate')
 data_ranks = world_size // (tensor_parallel * context_parallel * pipeline_parallel)     # each reads other samples
@@ -160,26 +149,13 @@ interleaved = pipeline_schedule == 'interleaved'
 require(pipeline_parallel > 1 or not interleaved, 'pipeline_schedule=interleaved needs --pipeline_parallel=2 or more')
 num_stages = pipeline_parallel * 2 if interleaved else pipeline_parallel
 
-# ---- connect the ranks -----------------------------------------------------------------------------------------------
-if gpus:
-    device = f'cuda:{local_rank}'
-    torch.cuda.set_device(device)
-backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'      # gloo carries what is in host memory: checkpoints
-one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: see train.py
-attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-timeout = timedelta(minutes=timeout_minutes)
-store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
-dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-                        device_id=torch.device(device) if gpus else None)
-atexit.register(leave)
+# ---- connect the ranks: the mesh -------------------------------------------------------------------------------------
+rank, device = join_ranks(device, timeout_minutes)      # 'cpu', or this rank's GPU: 'cuda:0'
 # Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
-mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_replicate, shards, tensor_parallel),
-                             mesh_dim_names=('pipeline', 'replicate', 'shard', 'tensor'))
-by_context = dist.init_device_mesh(device.split(':')[0], (data_ranks * pipeline_parallel, context_parallel,
-                                   tensor_parallel), mesh_dim_names=('others', 'context', 'tensor'))
-for some in (mesh, by_context):
-    for name in some.mesh_dim_names:    # torch gives them its own timeout
-        dist.distributed_c10d._set_pg_timeout(timeout, some[name].get_group())
+mesh = make_mesh(device, timeout_minutes, pipeline=pipeline_parallel, replicate=fsdp_replicate, shard=shards,
+                 tensor=tensor_parallel)
+by_context = make_mesh(device, timeout_minutes, others=data_ranks * pipeline_parallel, context=context_parallel,
+                       tensor=tensor_parallel)
 pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
 context_mesh, data_rank = by_context['context'], by_context.get_local_rank('others') % data_ranks
 context_rank = context_mesh.get_local_rank()
@@ -196,13 +172,8 @@ def sum_over_ranks(*numbers):
     return total.tolist()
 
 # ---- data and where to start: as in train.py -------------------------------------------------------------------------
-bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
 with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
-    for split in ('train', 'val'):
-        bins[split], metas[split] = find_bin(dataset, split)
-meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
-if bins['train'][0].parent == Path(dataset):
-    config['dataset'] = os.path.abspath(dataset)
+    bins, metas, meta = find_data(config)
 with one_line(f'init_from={init_from}: '):      # rank 0 alone looks at the disk, and reads or makes weights
     start = find_start(config, given, meta)
 for line in start['told']:
@@ -212,8 +183,8 @@ shape = {name: model_args[name] for name in SHAPE}
 config.update(shape)
 globals().update(shape)     # a checkpoint prescribes these; find_start has refused a command that says otherwise
 vocab_size, start_iter = model_args['vocab_size'], iter_num
-require(not rope and not qk_norm,
-        f'{start["resumed_from"] or init_from} has rope or qk_norm: this script trains GPT-2 as it is')
+require(not rope and not qk_norm, f'{start["resumed_from"] or init_from} has rope or qk_norm: this script '
+        'trains GPT-2 as it is')
 with one_line():
     for split in bins:
         check_tokens(bins[split], metas[split], block_size, vocab_size)
@@ -230,10 +201,6 @@ tokens_per_step = samples_per_step * block_size
 def samples_before(step):
     """How many samples training has seen before a step."""
     return start['samples_seen'] + (step - start_iter) * samples_per_step
-
-def train_offsets(step, j):
-    """Token offsets, int64 (n,), of samples j (n,) of a step: train.py's, so that every mesh trains on the same."""
-    return sample_offsets(data_order, seed, step, j, samples_before(step), bins['train'][2], block_size)
 
 # Of every sample a rank has two pieces, one from the start and one from the end: a token looks at all tokens before it,
 # and so the ranks have equal work.
@@ -252,28 +219,34 @@ def read_windows(split, offsets):
 def attend(attention, x, rows=None, cache=None, turns=None):
     """
     In place of Attention.forward: x (B,T,C), with tensor a part of the tokens (B,T/tensor,C). The rows of c_attn lie
-    head by head here, q, k and v of each, so that contiguous rows are whole heads. With context, a rank computes its
-    own tokens' queries, and gathers all tokens' keys and values.
+    head by head here, q, k and v of each, so that contiguous rows are whole heads.
     """
     qkv = attention.c_attn(x)                                                       # (B,T,3C/tensor)
     q, k, v = qkv.unflatten(-1, (-1, 3, n_embd // n_head)).permute(3, 0, 2, 1, 4)   # (B,H,T,D) each, H heads of a rank
     dropout_p = dropout if attention.training else 0.0
-    if context_parallel == 1:
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+    if context_parallel > 1:
+        y = attend_to_all_ranks(q, k, v, dropout_p)
     else:
-        mine = DTensor.from_local(torch.stack((k, v))[None], context_mesh, [Shard(0)])
-        every = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        early, late = every.chunk(2, 4)                                             # (context,2,B,H,T/2,D) each
-        in_order = torch.cat((early, late.flip(0)))                                 # (2 context,2,B,H,T/2,D)
-        k, v = in_order.movedim(0, 3).flatten(3, 4)                                 # (B,H,block_size,D) each
-        parts = []
-        for part, piece in zip(q.chunk(2, 2), (context_rank, 2 * context_parallel - 1 - context_rank)):
-            seen = (piece + 1) * part.size(2)       # tokens up to the end of this piece
-            mask = causal_lower_right(part.size(2), seen)       # its last token sees all of them
-            parts.append(F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], mask, dropout_p))
-        y = torch.cat(parts, 2)                                                     # (B,H,T,D)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
     y = attention.c_proj(y.transpose(1, 2).flatten(2))
     return F.dropout(y, dropout, attention.training)
+
+@torch.compiler.disable     # it can not trace the exchange and the mask, and would leave out all of attend
+def attend_to_all_ranks(q, k, v, dropout_p):
+    """Attention of this rank's own queries to the keys and values of all ranks, which are gathered: (B,H,T,D) each."""
+    mine = DTensor.from_local(torch.stack((k, v))[None], context_mesh, [Shard(0)])
+    every = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    early, late = every.chunk(2, 4)                                                 # (context,2,B,H,T/2,D) each
+    in_order = torch.cat((early, late.flip(0)))                                     # (2 context,2,B,H,T/2,D)
+    k, v = in_order.movedim(0, 3).flatten(3, 4)                                     # (B,H,block_size,D) each
+    parts = []
+    for part, piece in zip(q.chunk(2, 2), (context_rank, 2 * context_parallel - 1 - context_rank)):
+        seen = (piece + 1) * part.size(2)       # tokens up to the end of this piece
+        mask = causal_lower_right(part.size(2), seen)       # its last token sees all of them
+        parts.append(F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], mask, dropout_p))
+    return torch.cat(parts, 2)
+
+Attention.forward = attend      # of the class: with one function per block torch.compile would compile each anew
 
 # ---- model: this rank's parts ----------------------------------------------------------------------------------------
 with torch.device('meta'):      # shapes without memory
@@ -284,7 +257,6 @@ first_rank, last_rank = pipeline_rank == 0, pipeline_rank == pipeline_parallel -
 stage_of = [i * num_stages // n_layer for i in range(n_layer)]      # of each block
 blocks = {}                     # {number: block} of this rank
 for i, block in enumerate(list(model.transformer.h)):
-    block.attn.forward = partial(attend, block.attn)
     if stage_of[i] % pipeline_parallel == pipeline_rank:
         blocks[i] = block
     else:
@@ -373,9 +345,9 @@ opt = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, beta
 TIED, tied_group = 'transformer.wte.weight', None
 if pipeline_parallel > 1:
     for ranks in mesh.mesh.flatten(1).T.tolist():       # of one pipeline
-        group = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)      # all ranks make all groups
+        group = dist.new_group([ranks[0], ranks[-1]], timeout=timedelta(minutes=timeout_minutes))
         if rank in (ranks[0], ranks[-1]):
-            tied_group = group
+            tied_group = group          # all ranks make all groups
 copies = []     # of each parameter: how many ranks hold the same numbers as this one
 for name, p in params.items():
     copies.append(2 if tied_group and name == TIED else 1)
@@ -385,13 +357,8 @@ copies = torch.tensor(copies, device=device)
 
 # ---- checkpoints: as train.py's --------------------------------------------------------------------------------------
 def keep_part(whole_tensor, mine):
-    """Copy this rank's part of a whole tensor to `mine`, a DTensor: tensor's part first, and of that the shard."""
-    for i in reversed(range(mine.device_mesh.ndim)):
-        if not mine.placements[i].is_replicate():
-            dim, ranks, k = mine.placements[i].dim, mine.device_mesh.size(i), mine.device_mesh.get_local_rank(i)
-            chunks = whole_tensor.chunk(ranks, dim)
-            whole_tensor = chunks[k] if k < len(chunks) else whole_tensor.narrow(dim, 0, 0)
-    mine.to_local().copy_(whole_tensor)
+    """Copy this rank's part of a whole tensor, which every rank has, to the DTensor `mine`."""
+    mine.copy_(distribute_tensor(whole_tensor, mine.device_mesh, mine.placements, src_data_rank=None))
 
 def reorder(first, second):
     """
@@ -445,7 +412,8 @@ with one_line():
     load()
 
 # ---- the passes of a step, and evaluation ----------------------------------------------------------------------------
-if pipeline_parallel > 1:
+def make_schedule():
+    """A pipeline over the ranks' stages, which computes a step's micro-batches in turn."""
     ids = torch.empty(batch_size, len(positions), dtype=torch.long, device='meta')
     carried = torch.empty(batch_size, len(positions) // tensor_parallel, n_embd, dtype=low, device='meta',
                           requires_grad=True)       # from stage to stage
@@ -455,9 +423,11 @@ if pipeline_parallel > 1:
                 for k, stage in enumerate(stages)]
     options = dict(loss_fn=lambda loss, targets: loss.sum() / micro_batches, scale_grads=False)
     if interleaved:
-        schedule = ScheduleInterleaved1F1B(pipeline, micro_batches, **options)
-    else:
-        schedule = Schedule1F1B(pipeline[0], micro_batches, **options)
+        return ScheduleInterleaved1F1B(pipeline, micro_batches, **options)
+    return Schedule1F1B(pipeline[0], micro_batches, **options)
+
+if pipeline_parallel > 1:       # a schedule prepares for what it does first: in torch 2.11 it can not train after that
+    training_schedule, evaluation_schedule = make_schedule(), make_schedule()
 
 def mean_losses(batches, training):
     """
@@ -466,14 +436,15 @@ def mean_losses(batches, training):
     """
     losses = []
     if pipeline_parallel > 1:
+        run = training_schedule.step if training else evaluation_schedule.eval
         inputs, targets = (torch.cat(tensors) for tensors in zip(*batches))
-        step = schedule.step if training else schedule.eval
-        if first_rank:
-            step(inputs)
-        elif last_rank:
-            step(targets=targets, target=targets, losses=losses)
-        else:
-            step()
+        with torch.set_grad_enabled(training):
+            if first_rank:
+                run(inputs)
+            elif last_rank:
+                run(targets=targets, target=targets, losses=losses)
+            else:
+                run()
         return [loss.detach() * micro_batches for loss in losses]
     for inputs, targets in batches:
         last = len(losses) == len(batches) - 1
@@ -488,11 +459,12 @@ def mean_losses(batches, training):
     return losses
 
 def train_batches(step):
-    """This rank's micro-batches of a step."""
+    """This rank's micro-batches of a step, of which every mesh and train.py see the same samples."""
     batches = []
     for micro in range(micro_batches):
         j = (micro * data_ranks + data_rank) * batch_size + np.arange(batch_size)
-        batches.append(read_windows('train', train_offsets(step, j)))
+        offsets = sample_offsets(data_order, seed, step, j, samples_before(step), bins['train'][2], block_size)
+        batches.append(read_windows('train', offsets))
     return batches
 
 def loss_is_finite():
@@ -526,12 +498,7 @@ with one_line():
 if rank == 0:
     begin_out_dir(out_dir, start, config, evaluates=iter_num % eval_interval == 0 or iter_num >= max_iters)
 
-def log(**entry):
-    """A line of log.jsonl."""
-    if rank == 0:
-        log_record(Path(out_dir, 'log.jsonl'), entry)
-
-card = torch.cuda.get_device_name() if gpus else device
+card = torch.cuda.get_device_name() if on_gpu else device
 peak, flops_per_step = peak_flops(card), whole.flops_per_token() * tokens_per_step
 say(f'pipeline {pipeline_parallel} ({num_stages} stages) x replicate {fsdp_replicate} x shard '
     f'{shards // context_parallel} x context {context_parallel} x tensor {tensor_parallel} = {world_size} x {card}, '
@@ -542,23 +509,15 @@ say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_ba
     f'ranks = {tokens_per_step:,}')
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
-def on_signal(number, frame):
-    """Finish the step, save, exit; the same signal again kills as usual."""
-    global stop_signal
-    stop_signal = number
-    signal.signal(number, signal.SIG_DFL)
-
 def stop_not_finite(what):
     finish_saving(keep_checkpoints)
     fail(f'step {iter_num}: {what}; try a lower learning_rate', code=1)
 
-stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
-for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
-    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-        signal.signal(getattr(signal, name), on_signal)
+stop_signals = catch_signals()      # those that have come
 model.train()
 saved_at, stopping = start_iter, False      # the newest checkpoint; by a signal
 timed_from, clock = start_iter, time.perf_counter()
+log_file = Path(out_dir, 'log.jsonl')
 while True:
     lr = lr_at(config, iter_num)
     for group in opt.param_groups:
@@ -572,8 +531,9 @@ while True:
         if not (math.isfinite(means['train']) and math.isfinite(means['val'])):
             stop_not_finite(f'losses {means}: these weights are not saved')
         say(f'evaluated after {iter_num} steps: train loss {means["train"]:.4f}, val loss {means["val"]:.4f}')
-        log(iter=iter_num, tokens=samples_before(iter_num) * block_size, train_loss=means['train'],
-            val_loss=means['val'])
+        if rank == 0:
+            log_record(log_file, dict(iter=iter_num, tokens=samples_before(iter_num) * block_size,
+                                      train_loss=means['train'], val_loss=means['val']))
     if checkpoint_interval:
         due = iter_num % checkpoint_interval == 0
     else:
@@ -598,7 +558,7 @@ while True:
     gradients = [p.grad.to_local() for p in params.values()]
     squares = torch.stack(torch._foreach_norm(gradients)).square()      # of this rank's parts
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
-    train_loss, square, stop = sum_over_ranks(sum(losses), (squares / copies).sum(), stop_signal)
+    train_loss, square, stop = sum_over_ranks(sum(losses), (squares / copies).sum(), len(stop_signals))
     train_loss /= gradient_accumulation_steps * context_parallel * tensor_parallel
     grad_norm, stopping = math.sqrt(square), stop > 0
     if not (math.isfinite(train_loss) and math.isfinite(grad_norm)):
@@ -611,19 +571,19 @@ while True:
     if (iter_num - 1) % log_interval == 0 or iter_num == max_iters:
         seconds = (time.perf_counter() - clock) / (iter_num - timed_from)
         timed_from, clock = iter_num, time.perf_counter()
-        mfu = flops_per_step / seconds / (peak * world_size) if peak else None
-        memory = torch.cuda.max_memory_allocated() / 2**30 if gpus else None
-        say(f'step {iter_num - 1}: loss {train_loss:.4f}, lr {lr:.2e}, norm {grad_norm:.3f}, {seconds * 1000:.1f} ms, '
-            f'{tokens_per_step / seconds:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, peak memory '
-            f'{f"{memory:.1f} GiB" if memory else "n/a"}')
-        log(iter=iter_num - 1, tokens=samples_before(iter_num) * block_size, loss=train_loss, lr=lr, mfu=mfu,
-            grad_norm=grad_norm, ms=seconds * 1000, tokens_per_s=tokens_per_step / seconds, memory_gib=memory)
+        memory = peak_memory(device)
+        if rank == 0:
+            log_step(log_file, iter=iter_num - 1, tokens=samples_before(iter_num) * block_size,
+                     loss=train_loss, lr=lr, grad_norm=grad_norm, ms=seconds * 1000,
+                     tokens_per_s=tokens_per_step / seconds, memory_gib=memory,
+                     mfu=flops_per_step / seconds / (peak * world_size) if peak else None)
     finish_saving(keep_checkpoints, wait=False)
 
 finish_saving(keep_checkpoints)
 dist.barrier()      # no rank leaves while another still needs its connections
 dist.destroy_process_group()
-exit_codes.append(128 + (stop_signal or signal.SIGTERM) if stopping else 0)
+exit_codes.append(0)
 if stopping:
     say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
+    exit_codes.append(128 + (stop_signals[0] if stop_signals else signal.SIGTERM))
     sys.exit(exit_codes[-1])
