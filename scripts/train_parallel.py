@@ -320,7 +320,8 @@ if tensor_parallel > 1:
         by_id = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
         parallelize_module(model.lm_head, mesh['tensor'], by_id)
         model.tie()             # the two calls have made two tensors
-    loss_parallel().__enter__()         # for the whole run: it changes the cross-entropy of DTensors alone
+    by_vocabulary = loss_parallel()     # changes the cross-entropy of DTensors alone
+    by_vocabulary.__enter__()           # for the whole run
 if compile:
     for block in blocks.values():
         block.compile(dynamic=False)
