@@ -146,6 +146,21 @@ def test_dropout_and_the_logits_of_tensor_parallel(launch, tiny, tmp_path):
     assert not [(name, size) for name, size in allocated if size >= logits]
 
 
+COUNT = '''
+import torch
+from torch._dynamo.testing import CompileCounter
+counter, compiled = CompileCounter(), torch.compile
+torch.compile = lambda function, **options: compiled(function, backend=counter, **options)
+'''
+
+
+def test_all_blocks_are_compiled_as_one(launch, tmp_path):
+    """Above eight of a kind torch.compile would give up, and the others would run without it."""
+    done = launch(tmp_path, 'fsdp1', '--compile=True', '--max_iters=1', '--eval_iters=1', before=COUNT,
+                  after='print("compiled", counter.frame_count)', warn=False)
+    assert int(done.out.split()[-1]) == 4       # a block, and the head with the loss: evaluating and training
+
+
 @pytest.mark.parametrize('mesh,args,words', [
     ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: this script takes False'),
     ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: this script takes False'),
