@@ -105,9 +105,10 @@ on_nonfinite = 'stop'
 backend = 'auto'
 optimizer = 'adamw'
 # ----------------------------------------------------------------------------------------------------------------------
-only_value = {name: globals()[name] for name in """use_fsdp checkpoint_format use_ghost grad_dump eval_only wandb_log
-    scale_lr deterministic fsdp_cpu_offload fsdp_min_num_params check_sync_interval rope qk_norm profile_steps
-    profile_memory on_nonfinite backend optimizer""".split()}
+one_value = """use_fsdp checkpoint_format use_ghost grad_dump eval_only wandb_log scale_lr deterministic
+    fsdp_cpu_offload fsdp_min_num_params check_sync_interval rope qk_norm profile_steps profile_memory on_nonfinite
+    backend optimizer""".split()
+choices = {name: (globals()[name],) for name in one_value}      # what each setting may be
 config, given = configure(globals())
 sys.excepthook = excepthook(out_dir)
 logging.getLogger('torch.distributed.tensor').setLevel(logging.ERROR)   # not that some tensors take two gathers
@@ -129,9 +130,8 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 check_numbers(config, counts="""tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval
     eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes""")
-choices = dict(pipeline_schedule=('1f1b', 'interleaved'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
+choices.update(pipeline_schedule=('1f1b', 'interleaved'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
                dtype=('float32', 'bfloat16'), compile=(True, False))
-choices.update({name: (value,) for name, value in only_value.items()})
 for name, values in choices.items():
     require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
 require(out_dir, 'out_dir is empty: name a folder')
@@ -358,8 +358,10 @@ copies = torch.tensor(copies, device=device)
 
 # ---- checkpoints: as train.py's --------------------------------------------------------------------------------------
 def keep_part(whole_tensor, mine):
-    """Copy this rank's part of a whole tensor, which every rank has, to the DTensor `mine`."""
-    mine.copy_(distribute_tensor(whole_tensor, mine.device_mesh, mine.placements, src_data_rank=None))
+    """Copy this rank's part of a whole tensor, which every rank has, to `mine`."""
+    if isinstance(mine, DTensor):       # all but AdamW's count of steps
+        whole_tensor = distribute_tensor(whole_tensor, mine.device_mesh, mine.placements, src_data_rank=None)
+    mine.copy_(whole_tensor)
 
 def reorder(first, second):
     """
@@ -386,9 +388,7 @@ def load():
                     require(kind in state[name], f'{start["resumed_from"]} is of another optimizer than AdamW')
                     tensor.copy_(state[name][kind])
                 dist.broadcast(tensor, 0)
-                if name in params and kind == 'step':
-                    opt.state[params[name]]['step'].copy_(tensor)
-                elif name in params:
+                if name in params:
                     keep_part(tensor, opt.state[params[name]][kind])
     reorder(3, n_head)
 
