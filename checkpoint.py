@@ -51,7 +51,7 @@ def connect(backend, timeout_minutes, device=None):
     timeout = timedelta(minutes=timeout_minutes)
     where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
     waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'],
-                    dict(file=sys.stderr, flush=True))
+                    {'flush': True})
     waiting.daemon = True
     waiting.start()
     # The ranks find each other by a store of addresses, which torchrun keeps when it restarts them. Each start has its

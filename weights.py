@@ -130,9 +130,9 @@ def read_full(path):
         raise ValueError(f'{path}: torn, or not a checkpoint')
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith('/data.pkl') and entry.file_size <= os.path.getsize(path):
-                    check_pickle(archive.read(entry))
+            if any(entry.compress_type for entry in archive.infolist()):
+                raise ValueError('it is compressed')     # may be any size
+        check_pickle(torch._C.PyTorchFileReader(str(path)).get_record('data.pkl'))
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch.load fails in many ways; a sentence of it says what is wrong
         what = why(error).partition('\n')[0].partition('. ')[0]

@@ -194,7 +194,7 @@ def test_leftover_ranks_in_the_environment_are_plain_training(fork, tmp_path, en
 
 def test_a_lone_rank_says_for_whom_it_waits(start_train, tiny, tmp_path):
     env, port = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1'}, free_port()
-    run = start_train(tmp_path, f'--dataset={tiny}', env={**env, 'MASTER_PORT': port, 'PYTHONUNBUFFERED': '1'})
+    run = start_train(tmp_path, f'--dataset={tiny}', env={**env, 'MASTER_PORT': port})
     line = run.stdout.readline()
     assert f'rank 0 waits at 127.0.0.1:{port} for all 2 ranks' in line, line
 
