@@ -12,14 +12,12 @@ replicate   HSDP: copies of the sharded model                                   
 Data, settings and log are train.py's, and each script goes on from the other's checkpoints, whatever the mesh. Every
 mesh computes the same up to rounding, but for dropout, whose masks differ from rank to rank.
 """
-import atexit
 import logging
 import math
 import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +35,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+from checkpoint import (SHAPE, begin_out_dir, check_out_dir, connect, excepthook, exit_codes, find_start, finish_saving,
                         load_start, save_sharded, state_of)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
@@ -133,9 +131,11 @@ config.update(device=device, dtype=dtype, compile=compile)
 counts = '''tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval eval_iters log_interval
     gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes'''.split()
 for name, value in config.items():
-    low = 1 if name in counts else 0
-    require(not isinstance(value, (int, float)) or low <= value, f'{name}={value}: must be at least {low}')
+    low, high = (1, 2**31) if name in counts else (0, 2**63)
+    if isinstance(value, (int, float)):
+        require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
     require(name not in ('dropout', 'beta1', 'beta2') or value < 1, f'{name}={value}: must be below 1')
+    require(name != 'timeout_minutes' or value < 2**26, f'{name}={value}: must be below {2**26}, which is 127 years')
 choices = dict(use_fsdp=(True,), optimizer=('adamw',), checkpoint_format=('sharded',),
                pipeline_schedule=('1f1b', 'interleaved'),
                on_nonfinite=('stop',), backend=('auto',), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
@@ -165,13 +165,7 @@ if gpus:
     device = f'cuda:{local_rank}'
     torch.cuda.set_device(device)
 backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'      # gloo carries what is in host memory: checkpoints
-one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: see train.py
-attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-timeout = timedelta(minutes=timeout_minutes)
-store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
-dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-                        device_id=torch.device(device) if gpus else None)
-atexit.register(leave)
+timeout = connect(backend, timeout_minutes, torch.device(device) if gpus else None)
 # Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
 mesh = dist.init_device_mesh(device.split(':')[0], (pipeline_parallel, fsdp_replicate, shards, tensor_parallel),
                              mesh_dim_names=('pipeline', 'replicate', 'shard', 'tensor'))

@@ -65,10 +65,24 @@ def evaluations(out):
     return [line for line in out.splitlines() if line.startswith(('[eval]', '[test]', *WORDS))]
 
 
+IMPATIENT = '''
+import datetime, threading, torch.distributed
+timer, join = threading.Timer, torch.distributed.init_process_group
+threading.Timer = lambda seconds, *args: timer(seconds / 1000, *args)
+def slow_join(*args, timeout, **kw):
+    assert timeout == datetime.timedelta(minutes=7)
+    threading.Event().wait(0.2)
+    join(*args, timeout=timeout, **kw)
+torch.distributed.init_process_group = slow_join
+'''
+
+
 def test_two_ranks_compute_what_one_does(plain, run, tmp_path):
     """Half the micro-batch per rank, so the same rows a step; in the last step of an epoch rank 1 has none."""
     cwd, out = plain
-    two = run(tmp_path, '--out_dir=out', '--dropout=0', '--batch_size=2', '--gradient_accumulation_steps=4', nproc=2)
+    two = run(tmp_path, '--out_dir=out', '--dropout=0', '--batch_size=2', '--gradient_accumulation_steps=4',
+              '--timeout_minutes=7', nproc=2, before=IMPATIENT)
+    assert all(f'rank {rank} waits at 127.0.0.1:' in two.out for rank in (0, 1))
     assert evaluations(two.out) == evaluations(out) and len(evaluations(out)) == 2 + 1 + 3
     (steps, evals), (steps2, evals2) = log_of(cwd / 'out'), log_of(tmp_path / 'out')
     assert list(steps) == list(steps2) == list(range(12)) and list(evals) == list(evals2) == [6, 12]
