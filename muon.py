@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 # Matrices of one shape are multiplied so many at a time: fewer leave most of a GPU idle. A product may round otherwise
-# in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks share the work
-# out by whole batches: that makes the step bit for bit the same in every mode.
+# in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks share out
+# whole batches: that makes the step bit for bit the same in every mode.
 BATCH = 12
 MOMENTUM, EPS = 0.95, 1e-8      # of Muon, and of AdamW
 
