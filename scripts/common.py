@@ -326,7 +326,8 @@ def confusion(table, labels):
     label's precision and recall, nan where the label was never given or has no rows."""
     lines = [f'{"label":<20} {"rows":>7} {"precision":>10} {"recall":>10}']
     for label, right, given, there in zip(labels, table.diagonal(), table.sum(0), table.sum(1)):
-        precision, recall = right / given if given else math.nan, right / there if there else math.nan
+        precision = right / given if given else math.nan
+        recall = right / there if there else math.nan
         lines.append(f'{label:<20} {there:>7,} {precision:>10.2%} {recall:>10.2%}')
     return '\n'.join(lines)
 
