@@ -261,7 +261,8 @@ def drop_worst(out_dir, config, then, offset, value, share, folder):
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f'.{folder.name}.') as beside:
         made = Path(beside, 'data')
         made.mkdir()
-        shutil.copyfile(val, made / 'val.bin')
+        with open(val, 'rb') as source:
+            write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', content)
         write_csv(made / 'dropped.csv', ('offset', 'value'), [(int(offset[i]), float(value[i])) for i in worst])
         write_result(made / 'meta.json', json.dumps(meta).encode())
