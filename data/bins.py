@@ -19,7 +19,7 @@ DATA = Path(__file__).resolve().parent
 
 def write_file(path, data):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
-    or complete, whenever the machine stops."""
+    or complete, whenever the machine stops. An OSError names the file."""
     temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
     try:
         with open(temporary, "wb") as f:
@@ -27,6 +27,9 @@ def write_file(path, data):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:    # of a write it does not name the file
+        error.filename = error.filename or os.fspath(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

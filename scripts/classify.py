@@ -88,8 +88,7 @@ counts = '''log_interval epochs gradient_accumulation_steps batch_size block_siz
     timeout_minutes'''.split()
 for name, value in config.items():
     low, high = 1 if name in counts else 0, 1 if name == 'dropout' else 2**31
-    if name == 'timeout_minutes':
-        high = 2**26        # 127 years
+    high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # as in train.py
     if isinstance(value, (int, float)):
         require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
 require(not (distributed and predict), 'predict takes one process: start it without torchrun')
@@ -187,9 +186,8 @@ def log(**record):
         log_record(Path(out_dir, 'log.jsonl'), record)
 
 say('; '.join(start['told']))
-if not eval_only:
-    with one_line():
-        on_rank0(begin_out_dir, out_dir, start, config, False)
+if rank == 0 and not eval_only:
+    begin_out_dir(out_dir, start, config, False)
 say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; {epochs} epochs '
     f'of {steps_per_epoch:,} steps of {rows_per_step} rows')
 best_val_loss = start['best_val_loss']
