@@ -1,5 +1,6 @@
 """What the commands share: notes and errors of one line, arguments, and pictures."""
 import argparse
+import csv
 import hashlib
 import io
 import json
@@ -23,7 +24,9 @@ def note(message):
 
 
 def one_line_parser(doc, usage):
-    """An argparse parser whose errors are one line; `usage` is what follows the script's name."""
+    """An argparse parser, of a command of one process, whose errors are one line; `usage` is what follows its name."""
+    if under_torchrun():
+        fail('takes one process: start it with python, not with torchrun')
     parser = argparse.ArgumentParser(description=doc, usage=f'%(prog)s {usage}', allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f'{message}; usage: {parser.prog} {usage}')
@@ -55,6 +58,8 @@ def printing():
 
 def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
+    if not path:
+        fail('the name of a file to write is empty')
     if os.path.isdir(path) or new and os.path.exists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
@@ -70,6 +75,22 @@ def write_result(path, data):
         write_file(path, data)
     except OSError as error:
         raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
+
+
+def write_csv(path, head, rows):
+    """write_result of a table."""
+    text = io.StringIO(newline='')
+    csv.writer(text, lineterminator='\n').writerows([head, *rows])
+    write_result(path, text.getvalue().encode())
+
+
+def append_rows(path, rows):
+    """Add dicts to a file with one JSON object a line. What a kill has left of a line there stays a line of its own."""
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    if os.path.isfile(path) and Path(path).read_bytes()[-1:] not in (b'', b'\n'):
+        text = '\n' + text
+    with open(path, 'a', encoding='utf-8') as file:
+        file.write(text)
 
 
 def find_tokenizer(source, checkpoint):
@@ -107,6 +128,14 @@ def run_tokens(config, meta):
     return train, record
 
 
+def without(tokens, dropped, block_size):
+    """The tokens without the windows (windows,) that are dropped. The rest moves up, so the last target of a window
+    before a gap becomes the first token behind it; what follows the last window stays."""
+    end = len(dropped) * block_size
+    body = np.asarray(tokens[:end]).reshape(len(dropped), block_size)
+    return np.concatenate([body[~dropped].ravel(), tokens[end:]])
+
+
 def lr_at(config, step):
     """The learning rate of a step of the run with this config, as train.py's lr_at."""
     factor = config['gradient_accumulation_steps'] if config['scale_lr'] else 1
@@ -124,18 +153,10 @@ def lr_at(config, step):
 
 def ranks(x):
     """The ranks of x (..., n) along its last axis, from 0; equal values share the mean of theirs. float64."""
-    x = np.asarray(x)
-    order, place = np.argsort(x, -1), np.arange(x.shape[-1])
-    ordered = np.take_along_axis(x, order, -1)
-    differs = ordered[..., 1:] != ordered[..., :-1]
-    end = np.ones((*x.shape[:-1], 1), bool)
-    first = np.where(np.concatenate([end, differs], -1), place, 0)      # where a group of equal values begins
-    last = np.where(np.concatenate([differs, end], -1), place, place[-1])
-    first = np.maximum.accumulate(first, -1)
-    last = np.minimum.accumulate(last[..., ::-1], -1)[..., ::-1]
-    found = np.empty(x.shape)
-    np.put_along_axis(found, order, (first + last) / 2, -1)
-    return found
+    def of_row(row):
+        ordered = np.sort(row)
+        return (np.searchsorted(ordered, row, 'left') + np.searchsorted(ordered, row, 'right') - 1) / 2
+    return np.apply_along_axis(of_row, -1, x)
 
 
 def spearman(x, y):
@@ -144,6 +165,29 @@ def spearman(x, y):
     x, y = (r - r.mean(-1, keepdims=True) for r in (ranks(x), ranks(y)))
     with np.errstate(invalid='ignore'):
         return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+def bootstrap(sums, losses, first, draws):
+    """
+    95% intervals, over the halves, of the linear datamodeling score (LDS) of each kind of value, and of its difference
+    to the kind `first`: two arrays (2, kinds) of lower and upper ends. The LDS is Spearman's correlation over a run's
+    halves of sums (runs, kinds, halves), the summed values of what a half leaves out, with losses (runs, halves), and
+    of several runs the mean. Halves are drawn with replacement, for all kinds the same.
+    """
+    generator, found = np.random.default_rng(0), []
+    while len(found) < draws:
+        drawn = [generator.integers(len(its), size=len(its)) for its in losses]
+        if all(np.ptp(some) > 0 for some in drawn):     # one half alone, again and again, has no correlation
+            found.append(np.mean([spearman(s[:, some], its[some]) for s, its, some in zip(sums, losses, drawn)], 0))
+    found = np.array(found)                                                     # (draws, kinds)
+    differences = found - found[:, first, None]
+    return np.percentile(found, (2.5, 97.5), 0), np.percentile(differences, (2.5, 97.5), 0)
+
+
+def auc(better, worse):
+    """Probability that one of `better` (n,) exceeds one of `worse` (m,), from ranks (Mann-Whitney); ties count half."""
+    n, m = len(better), len(worse)
+    return (ranks(np.concatenate([better, worse]))[:n].sum() - n * (n - 1) / 2) / (n * m)
 
 
 def choose_device(device, dtype):
