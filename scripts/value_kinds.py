@@ -178,9 +178,11 @@ def order_of(args, seed):
 def start_of(args, train, runs, seeds):
     """Of each model's run and seed: windows (M,N,T+1), order (M,steps,B) and the weights at the start (M,W)."""
     windows = {run: windows_of(args, train, run)[0] for run in set(runs)}
-    order, weights = ({seed: make(args, seed) for seed in set(seeds)} for make in (order_of, initial))
-    stacks = [windows[run] for run in runs], [order[seed] for seed in seeds], [weights[seed] for seed in seeds]
-    return [torch.stack(stack).to(args.device) for stack in stacks]
+    order = {seed: order_of(args, seed) for seed in set(seeds)}
+    weights = {seed: initial(args, seed) for seed in set(seeds)}
+    return (torch.stack([windows[run] for run in runs]).to(args.device),
+            torch.stack([order[seed] for seed in seeds]).to(args.device),
+            torch.stack([weights[seed] for seed in seeds]).to(args.device))
 
 
 def batch_of(windows, chosen):
@@ -283,7 +285,7 @@ def train_all(args, train, val, tasks, noise=0.0):
 # ---- what comes out --------------------------------------------------------------------------------------------------
 def score(what, sums, real):
     """Print the LDS of each kind, of sums (R,kinds,halves), by the real losses (R,halves); returns its rows."""
-    lds, rows = spearman(sums, real[:, None]), []                             # (R,kinds)
+    lds, rows = spearman(sums, real[:, None]), []                               # (R,kinds)
     intervals, difference_intervals = bootstrap(sums, real, FIRST, draws=400)
     differences = (lds - lds[:, FIRST, None]).mean(0)
     print(f'\n{what}: {real.shape[1]} halves of each of {len(real)} runs, losses {real.mean():.4f}, standard '
@@ -355,7 +357,6 @@ def settings():
     for name, default in defaults.items():
         parser.add_argument(f'--{name}', metavar='VALUE', type=type(default), default=default)
     args = parser.parse_args()
-    args.windows, rest = divmod(args.steps * B, args.visits or 1)
 
     def require(right, message):
         if not right:
@@ -367,6 +368,7 @@ def settings():
     require(args.halves >= 4, '--halves must be at least 4')
     require(args.other_seed == 0 or 4 <= args.other_seed <= args.halves, '--other_seed: 0, or from 4 to --halves')
     require(args.at_once >= 0, '--at_once: at least 1')
+    args.windows, rest = divmod(args.steps * B, args.visits)
     require(rest == 0 and args.windows >= 5, f'--steps={args.steps} of {B} windows and --visits={args.visits}: the '
             'windows must be a whole number, and at least 5')
     args.device, _ = choose_device(args.device, 'float32')
