@@ -24,13 +24,17 @@ def note(message):
 
 
 def one_line_parser(doc, usage):
-    """An argparse parser, of a command of one process, whose errors are one line; `usage` is what follows its name."""
-    if under_torchrun():
-        fail('takes one process: start it with python, not with torchrun')
+    """An argparse parser whose errors are one line; `usage` is what follows the script's name."""
     parser = argparse.ArgumentParser(description=doc, usage=f'%(prog)s {usage}', allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f'{message}; usage: {parser.prog} {usage}')
     return parser
+
+
+def must_be_one_process():
+    """End with one line under torchrun, whose processes would all write the same files."""
+    if under_torchrun():
+        fail('takes one process: start it with python, not with torchrun')
 
 
 @contextmanager

@@ -31,8 +31,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
 from data.corpus import folder_path, get_tokenizer
-from scripts.common import (fail, literal, load_pyplot, note, one_line_parser, printing, run_tokens, without,
-                            write_csv, write_picture, write_result)
+from scripts.common import (fail, literal, load_pyplot, must_be_one_process, note, one_line_parser, printing,
+                            run_tokens, without, write_csv, write_picture, write_result)
 
 PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
 PER_SAMPLE = 'offset', 'loss', 'dot_product'
@@ -387,6 +387,7 @@ def read_config(out_dir):
 
 
 def main():
+    must_be_one_process()
     parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N] [--drop=SHARE --to=NAME]')
     parser.add_argument('--drop', metavar='SHARE', type=float)
     parser.add_argument('--to', metavar='NAME')

@@ -22,7 +22,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import load_meta
 from data.corpus import folder_path
-from scripts.common import auc, fail, load_pyplot, one_line_parser, printing, write_picture, write_result
+from scripts.common import (auc, fail, load_pyplot, must_be_one_process, one_line_parser, printing, write_picture,
+                            write_result)
 from scripts.data_value import by_window, read_ghost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +105,7 @@ def train(out, text, options):
 
 
 def main():
+    must_be_one_process()
     parser = one_line_parser(__doc__, '[--input=FILE] [--out=FOLDER] [--name=value ...]')
     parser.add_argument('--input', metavar='FILE')
     parser.add_argument('--out', metavar='FOLDER', default='out-find-noise', type=folder_path)

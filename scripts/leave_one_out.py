@@ -30,8 +30,8 @@ from data.bins import find_bin, read_tokens, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, fail, load_pyplot, lr_at, note, one_line_parser, printing, run_tokens,
-                            spearman, write_csv, write_picture)
+from scripts.common import (choose_device, fail, load_pyplot, lr_at, must_be_one_process, note, one_line_parser,
+                            printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
@@ -193,6 +193,7 @@ def draw(path, truth, values, t):
 
 
 def main():
+    must_be_one_process()
     usage = 'CHECKPOINT [--samples=N] [--horizon=1,5,20] [--windows=N] [--out=FOLDER] [--device=NAME]'
     parser = one_line_parser(__doc__, usage)
     parser.add_argument('checkpoint', metavar='CHECKPOINT', type=Path)

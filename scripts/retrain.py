@@ -42,8 +42,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
 from model import GPT, GPTConfig
-from scripts.common import (append_rows, bootstrap, fail, lr_at, note, one_line_parser, printing, run_tokens, spearman,
-                            without)
+from scripts.common import (append_rows, bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
+                            run_tokens, spearman, without)
 from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint
 
@@ -128,7 +128,7 @@ def read_run(out_dir):
     try:
         processes = json.loads(path.read_text(encoding='utf-8')).get('world_size', 1)
     except (ValueError, AttributeError) as error:
-        raise ValueError(f'{path}: {error}; train.py writes it beside the checkpoints') from None
+        raise ValueError(f'{path} has no settings of a run ({error}); train.py writes it') from None
     if processes != 1 and config['dropout'] > 0:
         raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {processes} processes, each with '
                          'draws of its own, which cannot be done again on one: this needs --dropout=0, or a run on one '
@@ -346,6 +346,7 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
 
 
 def main():
+    must_be_one_process()
     usage = 'OUT_DIR [--halves=N] [--compare=DATASET] [--seeds=N] [--jobs=N] [--windows=N] [--val=DATASET]'
     parser = one_line_parser(__doc__, usage)
     parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)

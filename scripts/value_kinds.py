@@ -41,8 +41,8 @@ import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import check_tokens, find_bin
-from scripts.common import (append_rows, auc, bootstrap, choose_device, fail, lr_at, must_be_writable, note,
-                            one_line_parser, printing, spearman)
+from scripts.common import (append_rows, auc, bootstrap, choose_device, fail, lr_at, must_be_one_process,
+                            must_be_writable, note, one_line_parser, printing, spearman)
 
 T, B = 64, 32                                   # tokens a window, windows a step
 BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.99, 1e-8, 0.1, 1.0
@@ -394,6 +394,7 @@ def read_data(args):
 
 
 def main():
+    must_be_one_process()
     args = settings()
     runs, (train, val) = range(args.seeds), read_data(args)
     garbled = np.stack([windows_of(args, train, run)[1] for run in runs])       # (R,N)
