@@ -4,6 +4,7 @@ A run's files: where it starts, loading and saving under every mode, what is for
 ckpt.pt, best.pt     the last and the best checkpoint of the format 'full', one file each
 ckpt_dcp/step_N/     a 'sharded' checkpoint: each rank's part, and state.json; named step_N.tmp until it is complete
 """
+import atexit
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import warnings
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 
 try:
     import fcntl
@@ -42,6 +44,28 @@ OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gra
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
+def connect(backend, timeout_minutes, device=None):
+    """Join the ranks that torchrun has started; a rank that still waits for others after 20 s says so. device: of nccl.
+    Returns the timeout, for groups that are made later."""
+    rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
+    timeout = timedelta(minutes=timeout_minutes)
+    where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
+    waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'],
+                    {'flush': True})
+    waiting.daemon = True
+    waiting.start()
+    # The ranks find each other by a store of addresses, which torchrun keeps when it restarts them. Each start has its
+    # own prefix there, so that no rank meets the address of a dead one. Several nodes count their restarts each for
+    # itself: scripts/slurm.sh makes torchrun take a new store there.
+    one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'
+    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
+    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    waiting.cancel()
+    atexit.register(leave)
+    return timeout
+
+
 def is_rank0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -515,9 +539,11 @@ exit_codes = []     # of a run that has come to its end
 
 def leave():
     """
-    For atexit, in a rank of several. A thread of gloo's may drop its last tensor long after an exchange, and needs
-    Python's lock for it: while Python is ending, that aborts the process. So a rank that has come to its end leaves
-    without Python's ending; after an error, which has been told, the thread is given time.
+    For atexit, in a rank of several. On a busy machine a thread of gloo's (ProcessGroupGloo::runLoop) may drop an
+    exchange's tensors long after it, and asks for Python's lock to do so. While Python is ending, Python answers by
+    ending that thread, in the middle of a C++ destructor, and C++ then aborts the process: "terminate called without an
+    active exception". So a rank that has come to its end leaves without Python's ending; after an error, which has been
+    told, the thread is given time. tests/chaos.py --exits=N shows it.
     """
     if not exit_codes or hasattr(sys, 'last_value'):
         time.sleep(0.5)

@@ -451,6 +451,8 @@ def _probabilities(logits, top_k, top_p):   # (B,V) -> (B,V)
     probs = logits.softmax(-1)
     if top_p is not None:
         p, order = probs.sort(descending=True)
-        p[p.cumsum(-1) - p >= top_p] = 0    # a token stays while those before it have not reached top_p
+        beyond = p.cumsum(-1) - p >= top_p      # a token stays while those before it have not reached top_p
+        beyond[:, 0] = False                    # the first always: in float32 a tiny top_p is 0
+        p[beyond] = 0
         probs = torch.zeros_like(probs).scatter(-1, order, p)
     return probs

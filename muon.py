@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-# Matrices of one shape are multiplied so many at a time: one alone leaves most of a GPU idle. A product may round
-# otherwise in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks
-# share the work out by whole batches: that makes the step bit for bit the same in every mode.
-BATCH = 6
+# Matrices of one shape are multiplied so many at a time: fewer leave most of a GPU idle. A product may round otherwise
+# in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks share out
+# whole batches: that makes the step bit for bit the same in every mode.
+BATCH = 12
 MOMENTUM, EPS = 0.95, 1e-8      # of Muon, and of AdamW
 
 
@@ -74,24 +74,27 @@ class Muon(torch.optim.Optimizer):
               maximize=False)
 
     def step_muon(self, group, params):
-        """Matrices of one shape together, as many at a time as make a batch for each rank."""
+        """Batches of matrices of one shape; a batch for each rank at a time."""
+        batches = []
         for shape in dict.fromkeys(p.shape for p in params):
             alike = [p for p in params if p.shape == shape]
-            sharded = isinstance(alike[0], DTensor)
-            ranks = None        # who shares the work: all ranks, or those that hold one copy of the model together
+            batches += [alike[i:i + BATCH] for i in range(0, len(alike), BATCH)]
+        sharded, ranks = any(isinstance(p, DTensor) for p in params), None
+        if sharded:     # the ranks that hold one copy of the model together; otherwise all share the work
+            ranks = params[0].device_mesh.get_group(params[0].device_mesh.ndim - 1)
+        world = dist.get_world_size(ranks) if dist.is_initialized() else 1
+        for i in range(0, len(batches), world):
+            some = batches[i:i + world]
+            ahead = [stack(self.momentum(group, batch)) for batch in some]
             if sharded:
-                ranks = alike[0].device_mesh.get_group(alike[0].device_mesh.ndim - 1)
-            rank, world = 0, 1
-            if dist.is_initialized():
-                rank, world = dist.get_rank(ranks), dist.get_world_size(ranks)
-            for i in range(0, len(alike), world * BATCH):
-                some = alike[i:i + world * BATCH]
-                ahead = self.momentum(group, some)
-                steps = share_out(ahead, shape, sharded, ranks, rank, world)[:len(some)].to(ahead[0].dtype)
-                weights = [local(p) for p in some]
+                steps = of_shards(ahead, [batch[0].shape for batch in some], ranks)
+            else:
+                steps = of_copies(ahead, world)
+            for batch, step in zip(some, steps):
+                weights = [local(p) for p in batch]
                 torch._foreach_mul_(weights, 1 - group['lr'] * group['weight_decay'])
-                steps = [step[:len(w)] for step, w in zip(steps, weights)]
-                torch._foreach_add_(weights, steps, alpha=-group['lr'] * scale_of(shape))
+                step = step.to(weights[0].dtype).unbind()
+                torch._foreach_add_(weights, step, alpha=-group['lr'] * scale_of(batch[0].shape))
 
     def momentum(self, group, params):
         """Where Nesterov's momentum points for each parameter: what this rank holds of that."""
@@ -107,39 +110,46 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def share_out(ahead, shape, sharded, ranks, rank, world):
-    """
-    ahead: at most world x BATCH matrices of one shape (n,m), or of each the rows that this rank holds (sharded).
-    Returns the same of the matrices made orthogonal, (at least as many, rows, m). Each rank does one batch; they
-    exchange their results, and before that their rows.
-    """
-    n, m = shape
-    mine = ahead[rank * BATCH:(rank + 1) * BATCH]       # this rank's batch: the last ranks' may be short, or empty
-    # a GPU is several times faster in bfloat16; float32 elsewhere, where modes are compared to the last digits
-    dtype = torch.bfloat16 if ahead[0].is_cuda else torch.float32
-    if sharded:
-        rows = math.ceil(n / world)     # the last shards may have fewer
-        X = torch.stack(ahead).to(dtype)
-        X = torch.nn.functional.pad(X, (0, 0, 0, rows - X.size(1), 0, world * BATCH - len(X)))
-        X = exchange(X, ranks).view(world, BATCH, rows, m)      # from each rank its rows of this rank's batch
-        X = X.transpose(0, 1).reshape(BATCH, world * rows, m)
-        X[:len(mine), :n] = orthogonal(X[:len(mine), :n].contiguous())
-        X = X.view(BATCH, world, rows, m).transpose(0, 1).reshape(world * BATCH, rows, m)
-        return exchange(X, ranks)
-    X = ahead[0].new_empty(0, n, m, dtype=dtype)
-    if len(mine) > 0:
-        X = orthogonal(torch.stack(mine).to(dtype))
-    if world == 1:
-        return X
-    results = X.new_empty(len(ahead), n, m)
-    results[rank * BATCH:rank * BATCH + len(mine)] = X
-    for owner, batch in enumerate(results.split(BATCH)):
-        dist.broadcast(batch, owner)
-    return results
+def stack(matrices):
+    """k matrices (n,m) as one (k,n,m): in bfloat16 on a GPU, which is several times faster in it, and in float32
+    elsewhere, where modes are compared to the last digits."""
+    return torch.stack(matrices).to(torch.bfloat16 if matrices[0].is_cuda else torch.float32)
 
 
-def exchange(X, ranks):
-    """X (world x ..., ...) holds a part for each rank. Returns the parts that the ranks hold for this one."""
-    received = torch.empty_like(X)
-    dist.all_to_all_single(received, X, group=ranks)
-    return received
+def of_copies(ahead, world):
+    """ahead: a batch (k,n,m) for each of the first ranks, the same on all. Each rank makes its own batch orthogonal,
+    and all get all of them."""
+    rank = dist.get_rank() if world > 1 else 0
+    if rank < len(ahead):
+        ahead[rank] = orthogonal(ahead[rank])
+    if world > 1:
+        for owner, batch in enumerate(ahead):
+            dist.broadcast(batch, owner)
+    return ahead
+
+
+def of_shards(ahead, shapes, ranks):
+    """ahead: the rows (k,rows,m) that this rank holds of a batch for each of the first ranks; shapes: the (n,m) of
+    their matrices. Each rank gets its batch whole, makes it orthogonal and gives the rows back to their ranks."""
+    rank, world = dist.get_rank(ranks), dist.get_world_size(ranks)
+    nothing, idle = (0,), world - len(ahead)        # idle: ranks without a batch
+    there = ahead + [ahead[0].new_empty(nothing)] * idle
+    back = [ahead[0].new_empty(nothing)] * world
+    if rank < len(ahead):
+        n, m = shapes[rank]
+        most = math.ceil(n / world)
+        rows = [max(0, min(most, n - most * r)) for r in range(world)]      # the last ranks may hold fewer, or none
+        parts = exchange(there, [(len(ahead[rank]), held, m) for held in rows], ranks)
+        back = orthogonal(torch.cat(parts, 1)).split(rows, 1)
+    else:
+        exchange(there, [nothing] * world, ranks)
+    return exchange(back, [batch.shape for batch in ahead] + [nothing] * idle, ranks)[:len(ahead)]
+
+
+def exchange(parts, shapes, ranks):
+    """parts[r] is for rank r. Returns what comes from each of the ranks, of these shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    received = parts[0].new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat([part.flatten() for part in parts]), sizes,
+                           [part.numel() for part in parts], group=ranks)
+    return [piece.view(shape) for piece, shape in zip(received.split(sizes), shapes)]

@@ -14,7 +14,6 @@ Every global of the next section is set by a config file of `name = value` lines
 All modes compute the same up to rounding: for one global batch they give the same losses and weights, but for dropout,
 whose masks differ from rank to rank.
 """
-import atexit
 import json
 import math
 import os
@@ -23,17 +22,15 @@ import signal
 import sys
 import time
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Timer
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving, leave,
+from checkpoint import (SHAPE, begin_out_dir, check_out_dir, connect, excepthook, exit_codes, find_start, finish_saving,
                         load_start, on_rank0, save_checkpoint, save_gradients)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
@@ -181,9 +178,9 @@ counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps ba
     '''.split()
 for name, value in config.items():
     low, high = (1, 2**31) if name in counts else (0, 2**63)
+    high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # more would take all memory; 127 years
     if isinstance(value, (int, float)):
         require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
-require(timeout_minutes < 2**26, f'timeout_minutes={timeout_minutes}: must be below {2**26}, which is 127 years')
 for name in ('dropout', 'beta1', 'beta2'):
     require(config[name] < 1, f'{name}={config[name]}: must be at least 0 and below 1')
 choices = dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
@@ -264,21 +261,7 @@ if gpus:
 if distributed:
     if backend == 'auto':       # nccl carries tensors on GPUs, gloo those in host memory: checkpoints', offloaded ones
         backend = 'cpu:gloo,cuda:nccl' if gpus else 'gloo'
-    timeout = timedelta(minutes=timeout_minutes)
-    where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
-    waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'])
-    waiting.daemon = True
-    waiting.start()
-    # The ranks find each other by a store of addresses, which torchrun keeps when it restarts them. Each start has its
-    # own prefix there, so that no rank meets the address of a dead one. Several nodes count their restarts each for
-    # itself: scripts/slurm.sh makes torchrun take a new store there.
-    one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'
-    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-                            device_id=torch.device(device) if gpus else None)
-    waiting.cancel()
-    atexit.register(leave)
+    timeout = connect(backend, timeout_minutes, torch.device(device) if gpus else None)
 
 def mean_over_ranks(tensor):
     """A new tensor, the same on every rank; all ranks participate."""

@@ -5,6 +5,7 @@ of torch.distributed.checkpoint; GPT-2 folders in Hugging Face form. Nothing in 
 A checkpoint is a dict: model (weights under the names of GPT.state_dict()), optimizer (state by parameter name),
 model_args (for GPTConfig), iter_num, best_val_loss, config, meta (the record of the data), scaler, wandb_id.
 """
+import io
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
-from data.bins import check_meta
+from data.bins import check_meta, check_pickle
 from model import GPT, GPTConfig
 
 
@@ -128,6 +129,10 @@ def read_full(path):
     if not is_whole:
         raise ValueError(f'{path}: torn, or not a checkpoint')
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type for entry in archive.infolist()):
+                raise ValueError('it is compressed')     # may be any size
+        check_pickle(torch._C.PyTorchFileReader(str(path)).get_record('data.pkl'))
         ckpt = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch.load fails in many ways; a sentence of it says what is wrong
         what = why(error).partition('\n')[0].partition('. ')[0]
@@ -322,8 +327,9 @@ def read_metadata(folder):
     ValueError (one line) where .metadata is missing or torn, or holds what torch does not write there."""
     path = os.path.join(folder, '.metadata')
     try:
-        with open(path, 'rb') as file:
-            found = MetadataUnpickler(file).load()
+        content = Path(path).read_bytes()
+        check_pickle(content)
+        found = MetadataUnpickler(io.BytesIO(content)).load()
         if type(found) is not metadata.Metadata:
             raise ValueError(f'it holds a {type(found).__name__}')
         for part in found.storage_data.values():

@@ -1,10 +1,12 @@
 """What training reads: find a dataset, its record, the hash and the shuffle of the sampler. Needs numpy alone."""
 import errno
 import hashlib
+import io
 import json
 import math
 import os
 import pickle
+import pickletools
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ DATA = Path(__file__).resolve().parent
 
 def write_file(path, data):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
-    or complete, whenever the machine stops."""
+    or complete, whenever the machine stops. An OSError names the file."""
     temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
     try:
         with open(temporary, "wb") as f:
@@ -25,6 +27,9 @@ def write_file(path, data):
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
+    except OSError as error:    # of a write it does not name the file
+        error.filename = error.filename or os.fspath(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -69,6 +74,50 @@ def sample_offsets(order, seed, step, j, seen, tokens, block_size):
     return shuffled(k, windows, seed, epoch) * block_size
 
 
+FILLS = "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"     # the opcodes that change an object
+
+
+def check_pickle(content):
+    """ValueError, LookupError or TypeError if a pickle, as bytes, would take time, memory or stack out of proportion to
+    its length, or is torn. Nothing is built."""
+    stack, memo = [], {}    # of each object [depth, objects in it, whether it is in another]; None is a mark
+    for opcode, number, _ in pickletools.genops(content):
+        name, takes = opcode.name, len(opcode.stack_before)
+        if name.endswith("GET"):
+            stack.append(memo[number])
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name.endswith("PUT"):
+            if number > len(content):       # the memo is a list of that length
+                raise ValueError(f"it numbers an object {number:,}")
+            memo[number] = stack[-1]
+        elif name == "MARK":
+            stack.append(None)
+        elif takes == 0:        # a number, a text, an empty list; or the head, which is no object
+            stack += [[0, 1, False] for _ in opcode.stack_after]
+        else:
+            taken = []
+            if pickletools.markobject in opcode.stack_before:
+                takes = opcode.stack_before.index(pickletools.markobject)
+                while stack[-1] is not None:
+                    taken.append(stack.pop())
+                stack.pop()
+            taken += [stack.pop() for _ in range(takes)]
+            whole = [0, 1, False]
+            if name in FILLS:
+                whole = taken.pop()
+                if whole[2]:        # then the numbers of what it is in would be wrong
+                    raise ValueError("it fills an object that another one holds already")
+            for part in taken:
+                if part is not None:
+                    whole[0] = max(whole[0], part[0] + 1)
+                    whole[1] += part[1]
+                    part[2] = True
+            if whole[0] > 100 or whole[1] > 1000 + 100 * len(content):
+                raise ValueError(f"its objects are nested {whole[0]} deep, or hold each other {whole[1]:,} times")
+            stack += [whole] * len(opcode.stack_after)
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Reads nanoGPT's meta.pkl, which holds builtin containers only; anything that could run code is refused."""
     def find_class(self, module, name):
@@ -86,8 +135,9 @@ def load_meta(folder):
         if path.suffix == ".json":
             meta = json.loads(path.read_text(encoding="utf-8"))
         else:
-            with open(path, "rb") as f:
-                old = PlainUnpickler(f).load()
+            content = path.read_bytes()
+            check_pickle(content)
+            old = PlainUnpickler(io.BytesIO(content)).load()
             meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
             if "itos" in old:
                 meta["tokenizer"] = {"type": "char", "itos": [old["itos"][i] for i in range(old["vocab_size"])]}

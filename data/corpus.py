@@ -452,7 +452,10 @@ def split_sizes(documents, fraction, total):
     some = np.minimum(np.maximum(np.round(aim), 1), documents - 1).astype(int)
     while total is not None and some.sum() != total:  # rounding, and domains that are too small
         step = 1 if some.sum() < total else -1
-        able = some < documents - 1 if step > 0 else some > (1 if some.max() > 1 else 0)
+        if step > 0:
+            able = some < documents - 1
+        else:
+            able = some > min(1, some.max() - 1)    # a domain's only one goes when none has more
         if not able.any():
             break
         some[np.argmax(np.where(able, (aim - some) * step, -np.inf))] += step

@@ -283,9 +283,16 @@ def decoded(data, code="utf-8"):
     return data.decode(code, "count_and_replace")
 
 
+PACKED = {b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2",
+          b"PAR1": "parquet"}       # how files of these kinds begin
+
+
 def text_parts(stream, name, args):
     """Yields a text file's text in parts, CRLF as LF, without a mark at its beginning."""
     start = stream.read(1 << 20)
+    packed = next((kind for mark, kind in PACKED.items() if start.startswith(mark)), None)
+    if packed and args.encoding is None:
+        raise BadInput(f"{name}: no text but {packed} data: unpack it, or give the file the ending that says so", 1)
     code = encoding_of(start, args.encoding)
     if codecs.lookup(code).name == "utf-8":
         code = "utf-8-sig"

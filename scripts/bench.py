@@ -436,7 +436,8 @@ def make_data(args, config, folder):
         return name
     note(f"dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead")
     for split in 'train', 'val':
-        np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2').tofile(Path(folder, f'{split}.bin'))
+        tokens = np.random.default_rng(0).integers(0, 50257, 2**20).astype('<u2')
+        write_result(Path(folder, f'{split}.bin'), tokens.tobytes())
     return folder
 
 

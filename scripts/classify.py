@@ -8,7 +8,6 @@ python scripts/classify.py --predict=FILE                       a text a line ->
 
 A dataset is a folder with train, val and perhaps test, each .csv, .tsv or .jsonl; docs/classify.md tells more.
 """
-import atexit
 import math
 import os
 import sys
@@ -20,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (barrier, begin_out_dir, check_out_dir, excepthook, exit_codes, leave, load_start, on_rank0,
+from checkpoint import (barrier, begin_out_dir, check_out_dir, connect, excepthook, exit_codes, load_start, on_rank0,
                         save_checkpoint)
 from configurator import configure, fail, one_line, under_torchrun
 from data.bins import find_folder, hash64, shuffled
@@ -66,6 +65,7 @@ scale_lr = False                    # multiply learning_rate by world size x mic
 device = 'auto'                     # 'auto' | 'cpu' | 'cuda' | 'mps'
 dtype = 'auto'                      # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
 compile = False                     # torch.compile: a minute or more at the start
+timeout_minutes = 60                # after which a rank that waits for another gives up
 # ----------------------------------------------------------------------------------------------------------------------
 config, given = configure(globals())
 sys.excepthook = excepthook(out_dir)
@@ -84,9 +84,11 @@ def say(message):
 
 # ---- checks, ranks, rows, where to start: before the first write -----------------------------------------------------
 device, dtype = config['device'], config['dtype'] = choose_device(device, dtype)
-counts = 'log_interval epochs gradient_accumulation_steps batch_size block_size n_layer n_head n_embd'.split()
+counts = '''log_interval epochs gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
+    timeout_minutes'''.split()
 for name, value in config.items():
     low, high = 1 if name in counts else 0, 1 if name == 'dropout' else 2**31
+    high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # as in train.py
     if isinstance(value, (int, float)):
         require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
 require(not (distributed and predict), 'predict takes one process: start it without torchrun')
@@ -96,8 +98,7 @@ if distributed:
     if device == 'cuda':
         require(local_rank < torch.cuda.device_count(), f'more processes than GPUs, {torch.cuda.device_count()}')
         torch.cuda.set_device(local_rank)
-    dist.init_process_group('cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo')
-    atexit.register(leave)
+    connect('cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo', timeout_minutes)
 tokens, targets = {}, {}    # {split: [int64 (length,)]}, {split: index of each row's label (rows,)}
 with one_line():
     columns = find_folder(dataset), label_column, text_column
@@ -185,9 +186,8 @@ def log(**record):
         log_record(Path(out_dir, 'log.jsonl'), record)
 
 say('; '.join(start['told']))
-if not eval_only:
-    with one_line():
-        on_rank0(begin_out_dir, out_dir, start, config, False)
+if rank == 0 and not eval_only:
+    begin_out_dir(out_dir, start, config, False)
 say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; {epochs} epochs '
     f'of {steps_per_epoch:,} steps of {rows_per_step} rows')
 best_val_loss = start['best_val_loss']

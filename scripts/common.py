@@ -1,6 +1,6 @@
 """What the commands share: notes and errors of one line, arguments, and pictures."""
 import argparse
-import atexit
+import csv
 import hashlib
 import io
 import json
@@ -33,6 +33,12 @@ def one_line_parser(doc, usage):
     return parser
 
 
+def must_be_one_process():
+    """End with one line under torchrun, whose processes would all write the same files."""
+    if under_torchrun():
+        fail('takes one process: start it with python, not with torchrun')
+
+
 @contextmanager
 def printing():
     """Around all that a command does. A ValueError or an OSError ends it with one line and exit code 1. Characters that
@@ -58,6 +64,8 @@ def printing():
 
 def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
+    if not path:
+        fail('the name of a file to write is empty')
     if os.path.isdir(path) or new and os.path.exists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
@@ -73,6 +81,22 @@ def write_result(path, data):
         write_file(path, data)
     except OSError as error:
         raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
+
+
+def write_csv(path, head, rows):
+    """write_result of a table."""
+    text = io.StringIO(newline='')
+    csv.writer(text, lineterminator='\n').writerows([head, *rows])
+    write_result(path, text.getvalue().encode())
+
+
+def append_rows(path, rows):
+    """Add dicts to a file with one JSON object a line. What a kill has left of a line there stays a line of its own."""
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    if os.path.isfile(path) and Path(path).read_bytes()[-1:] not in (b'', b'\n'):
+        text = '\n' + text
+    with open(path, 'a', encoding='utf-8') as file:
+        file.write(text)
 
 
 def find_tokenizer(source, checkpoint):
@@ -123,6 +147,14 @@ def find_data(config):
     return bins, metas, {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
 
 
+def without(tokens, dropped, block_size):
+    """The tokens without the windows (windows,) that are dropped. The rest moves up, so the last target of a window
+    before a gap becomes the first token behind it; what follows the last window stays."""
+    end = len(dropped) * block_size
+    body = np.asarray(tokens[:end]).reshape(len(dropped), block_size)
+    return np.concatenate([body[~dropped].ravel(), tokens[end:]])
+
+
 def lr_at(config, step):
     """The learning rate of a step of the run with this config, as train.py's lr_at."""
     factor = config['gradient_accumulation_steps'] if config['scale_lr'] else 1
@@ -140,18 +172,10 @@ def lr_at(config, step):
 
 def ranks(x):
     """The ranks of x (..., n) along its last axis, from 0; equal values share the mean of theirs. float64."""
-    x = np.asarray(x)
-    order, place = np.argsort(x, -1), np.arange(x.shape[-1])
-    ordered = np.take_along_axis(x, order, -1)
-    differs = ordered[..., 1:] != ordered[..., :-1]
-    end = np.ones((*x.shape[:-1], 1), bool)
-    first = np.where(np.concatenate([end, differs], -1), place, 0)      # where a group of equal values begins
-    last = np.where(np.concatenate([differs, end], -1), place, place[-1])
-    first = np.maximum.accumulate(first, -1)
-    last = np.minimum.accumulate(last[..., ::-1], -1)[..., ::-1]
-    found = np.empty(x.shape)
-    np.put_along_axis(found, order, (first + last) / 2, -1)
-    return found
+    def of_row(row):
+        ordered = np.sort(row)
+        return (np.searchsorted(ordered, row, 'left') + np.searchsorted(ordered, row, 'right') - 1) / 2
+    return np.apply_along_axis(of_row, -1, x)
 
 
 def spearman(x, y):
@@ -160,6 +184,29 @@ def spearman(x, y):
     x, y = (r - r.mean(-1, keepdims=True) for r in (ranks(x), ranks(y)))
     with np.errstate(invalid='ignore'):
         return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+def bootstrap(sums, losses, first, draws):
+    """
+    95% intervals, over the halves, of the linear datamodeling score (LDS) of each kind of value, and of its difference
+    to the kind `first`: two arrays (2, kinds) of lower and upper ends. The LDS is Spearman's correlation over a run's
+    halves of sums (runs, kinds, halves), the summed values of what a half leaves out, with losses (runs, halves), and
+    of several runs the mean. Halves are drawn with replacement, for all kinds the same.
+    """
+    generator, found = np.random.default_rng(0), []
+    while len(found) < draws:
+        drawn = [generator.integers(len(its), size=len(its)) for its in losses]
+        if all(np.ptp(some) > 0 for some in drawn):     # one half alone, again and again, has no correlation
+            found.append(np.mean([spearman(s[:, some], its[some]) for s, its, some in zip(sums, losses, drawn)], 0))
+    found = np.array(found)                                                     # (draws, kinds)
+    differences = found - found[:, first, None]
+    return np.percentile(found, (2.5, 97.5), 0), np.percentile(differences, (2.5, 97.5), 0)
+
+
+def auc(better, worse):
+    """Probability that one of `better` (n,) exceeds one of `worse` (m,), from ranks (Mann-Whitney); ties count half."""
+    n, m = len(better), len(worse)
+    return (ranks(np.concatenate([better, worse]))[:n].sum() - n * (n - 1) / 2) / (n * m)
 
 
 def choose_device(device, dtype):
@@ -189,9 +236,10 @@ def check_numbers(config, counts):
     """End with one line if a setting is out of range. counts: names, with spaces between, of those that begin at 1; all
     other numbers begin at 0, and probabilities and Adam's betas are below 1."""
     for name, value in config.items():
-        low = 1 if name in counts.split() else 0
-        if isinstance(value, (int, float)) and value < low:
-            fail(f'{name}={value}: must be at least {low}')
+        low, high = (1, 2**31) if name in counts.split() else (0, 2**63)
+        high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # as in train.py
+        if isinstance(value, (int, float)) and not low <= value < high:
+            fail(f'{name}={value}: must be at least {low} and below {high}')
         if name in ('dropout', 'beta1', 'beta2') and value >= 1:
             fail(f'{name}={value}: must be below 1')
 
@@ -200,10 +248,9 @@ def join_ranks(device, timeout_minutes):
     """Connect this process with the others that torchrun has started; each takes a GPU if device is 'cuda'. One that
     waits for another gives up after so many minutes. Returns (rank, this rank's device: 'cpu', 'cuda:0')."""
     import torch
-    import torch.distributed as dist
 
-    from checkpoint import leave
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
+    from checkpoint import connect
+    rank, local_rank = int(os.environ['RANK']), int(os.environ['LOCAL_RANK'])
     backend, device_id = 'gloo', None
     if device == 'cuda':
         gpus = torch.cuda.device_count()
@@ -213,13 +260,7 @@ def join_ranks(device, timeout_minutes):
         device = f'cuda:{local_rank}'
         device_id = torch.device(device)
         torch.cuda.set_device(device_id)
-    one_node = os.environ.get('GROUP_WORLD_SIZE') == '1'    # each start of torchrun's has its own addresses: train.py
-    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '') if one_node else ''
-    timeout = timedelta(minutes=timeout_minutes)
-    store = dist.PrefixStore(f'start{attempt}', next(dist.rendezvous('env://', timeout=timeout))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout,
-                            device_id=device_id)
-    atexit.register(leave)
+    connect(backend, timeout_minutes, device_id)
     return rank, device
 
 
@@ -423,7 +464,8 @@ def confusion(table, labels):
     label's precision and recall, nan where the label was never given or has no rows."""
     lines = [f'{"label":<20} {"rows":>7} {"precision":>10} {"recall":>10}']
     for label, right, given, there in zip(labels, table.diagonal(), table.sum(0), table.sum(1)):
-        precision, recall = right / given if given else math.nan, right / there if there else math.nan
+        precision = right / given if given else math.nan
+        recall = right / there if there else math.nan
         lines.append(f'{label:<20} {there:>7,} {precision:>10.2%} {recall:>10.2%}')
     return '\n'.join(lines)
 

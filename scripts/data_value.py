@@ -16,9 +16,7 @@ are part of its luck. A domain with few windows, below 30, has too narrow an int
 share of the scored windows, those of the lowest values, ready for train.py --dataset=NAME; dropped.csv there lists
 them. scripts/retrain.py --compare=NAME tells whether this is worth anything.
 """
-import csv
 import hashlib
-import io
 import json
 import math
 import os
@@ -33,8 +31,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
 from data.corpus import folder_path, get_tokenizer
-from scripts.common import (fail, literal, load_pyplot, note, one_line_parser, printing, run_tokens, write_picture,
-                            write_result)
+from scripts.common import (fail, literal, load_pyplot, must_be_one_process, note, one_line_parser, printing,
+                            run_tokens, without, write_csv, write_picture, write_result)
 
 PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
 PER_SAMPLE = 'offset', 'loss', 'dot_product'
@@ -71,20 +69,18 @@ def read_ghost(out_dir):
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f'{path}: torn or not of train.py ({error}); '
                              'move it away and the others can be read') from None
-    last = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
+    file_of = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
     per_step, per_sample = [], []
     for number, part in enumerate(parts):
-        kept = np.array([last[step] == number for step in part['iter'].tolist()], bool)
+        kept = np.array([file_of[step] == number for step in part['iter'].tolist()], bool)
         part = {name: array[kept] for name, array in part.items()}
         samples = part['offset'].shape[1]               # a run may go on with other batches
         per_dot = part['lr'].astype(np.float64) * part['clip_coef'] / max(1, samples)
         per_step.append([part['iter'], part['val_loss']])
         per_sample.append([np.repeat(part['iter'], samples), part['offset'].ravel(), part['loss'].ravel(),
                            (per_dot[:, None] * part['dot_product']).ravel()])
-    steps, samples = ([np.concatenate(arrays) for arrays in zip(*parts)] for parts in (per_step, per_sample))
-    in_order, samples_in_order = (np.argsort(arrays[0], kind='stable') for arrays in (steps, samples))
-    iters, val_loss = (array[in_order] for array in steps)
-    sample_iter, offset, loss, value = (array[samples_in_order] for array in samples)
+    iters, val_loss = in_order(per_step)
+    sample_iter, offset, loss, value = in_order(per_sample)
     finite = np.isfinite(value)
     if not finite.any():
         raise ValueError(f'{out_dir}: the files in grad_dotprods hold no scored sample with a finite value')
@@ -93,6 +89,13 @@ def read_ghost(out_dir):
         sample_iter, offset, loss, value = (array[finite] for array in (sample_iter, offset, loss, value))
     return (dict(iter=iters, val_loss=val_loss),
             dict(step=np.searchsorted(iters, sample_iter), offset=offset, loss=loss, value=value))
+
+
+def in_order(parts):
+    """The columns of all parts, each a list of columns, in order of the first column."""
+    columns = [np.concatenate(arrays) for arrays in zip(*parts)]
+    order = np.argsort(columns[0], kind='stable')
+    return [column[order] for column in columns]
 
 
 def by_window(samples):
@@ -188,7 +191,7 @@ def find_domains(domains):
 
     def domain_of(offsets):
         found = np.searchsorted(starts, offsets, 'right') - 1
-        inside = (found >= 0) & (offsets < np.append(ends, 0)[found])
+        inside = (found >= 0) & (offsets < np.append(ends, 0)[found])      # 0: there may be no domain
         return np.where(inside, found, len(domains))
     return [d['name'] for d in domains] + ['none' if domains else 'all'], domain_of
 
@@ -208,14 +211,10 @@ def sum_domains(offset, value, visits, domain, names, block_size):
     The rows of domains.csv, of windows (windows,) and their domains, indices of names: how many windows and visits, the
     total value and that per visit (nats per token), and the ends of 95% intervals of these two.
 
-    The total of the windows that the run saw is exact. The interval is of the total that as many other windows of the
-    domain would have had in the same run. So it tells whether two domains differ by more than the luck of which windows
-    were drawn and when they came. Hence the unit is the window, not the visit: the visits of a window are of one text.
-    Nor are windows compared within steps only: a domain is also worth more because its windows happened to come at
-    steps of large values. (Of a domain that is nearly all the data each step has the same share, whatever comes when:
-    its interval is too wide.) The ends are those of a normal distribution, as a bootstrap over many windows would give,
-    but without random numbers. The value per visit is a ratio: its error is, to first order, that of the sum of
-    value - (value per visit) * visits.
+    docs/values.md says what the intervals are of. The unit is the window, since its visits are of one text. Windows are
+    not compared within steps only: a domain is also worth more because its windows happened to come at steps of large
+    values. The ends are a normal distribution's, as a bootstrap over many windows would give, without random numbers.
+    The value per visit is a ratio: its error is, to first order, that of the sum of value - (value per visit) * visits.
 
     Windows that overlap, as those of data_order=random do, are not independent: those that begin in the same block_size
     tokens count as one. Neighbours that still overlap make the interval too narrow, by up to a fifth.
@@ -265,12 +264,6 @@ def draw(path, steps, samples, value, names, domain):
     write_picture(figure, path)
 
 
-def write_csv(path, head, rows):
-    buffer = io.StringIO(newline='')
-    csv.writer(buffer, lineterminator='\n').writerows([head, *rows])
-    write_result(path, buffer.getvalue().encode())
-
-
 def show(steps, samples, windows, domain_rows, block_size, text, top):
     """Print the run's sums, its domains, and the `top` best and worst windows; windows: rows, the best first."""
     iters, total = steps['iter'], samples['value'].sum()
@@ -309,24 +302,13 @@ def new_folder(name):
     return folder
 
 
-def without(tokens, dropped, block_size):
-    """The tokens without the windows (windows,) that are dropped. The rest moves up, so the last target of a window
-    before a gap becomes the first token behind it; what follows the last window stays."""
-    end = len(dropped) * block_size
-    body = np.asarray(tokens[:end]).reshape(len(dropped), block_size)
-    return np.concatenate([body[~dropped].ravel(), tokens[end:]])
-
-
 def without_domains(domains, dropped, block_size):
     """Where domains [{name, start, end}] of the tokens are after without(); those of which nothing is left are gone."""
-    edges = np.concatenate([[0], np.cumsum(~dropped)]) * block_size     # tokens kept before each window, and in all
+    bounds = np.arange(len(dropped) + 1) * block_size                   # between windows
+    kept = np.concatenate([[0], np.cumsum(~dropped)]) * block_size      # tokens kept before each bound
 
-    def moved(position):
-        window = min(position // block_size, len(dropped))
-        into = position - window * block_size       # tokens into the window, or behind the last one
-        if window < len(dropped) and dropped[window]:
-            into = 0
-        return int(edges[window]) + into
+    def moved(position):    # how many tokens before it are kept; all are behind the last window
+        return int(np.interp(position, bounds, kept)) + max(0, position - int(bounds[-1]))
     moved_domains = [{**d, 'start': moved(d['start']), 'end': moved(d['end'])} for d in domains]
     return [d for d in moved_domains if d['end'] > d['start']]
 
@@ -391,7 +373,21 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def read_config(out_dir):
+    """The run's config.json, of which dataset and block_size are used; one line if it has not these."""
+    path = out_dir / 'config.json'
+    try:
+        config = json.loads(path.read_text(encoding='utf-8'))
+        find_folder(config['dataset'])
+        if type(config['block_size']) is not int or config['block_size'] < 1:
+            raise ValueError(f'block_size is {config["block_size"]!r}')
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        fail(f'{path}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
+    return config
+
+
 def main():
+    must_be_one_process()
     parser = one_line_parser(__doc__, 'OUT_DIR [--out=FOLDER] [--top=N] [--drop=SHARE --to=NAME]')
     parser.add_argument('--drop', metavar='SHARE', type=float)
     parser.add_argument('--to', metavar='NAME')
@@ -401,17 +397,13 @@ def main():
     args = parser.parse_args()
     if args.top < 1:
         parser.error(f'--top={args.top}: must be at least 1')
-    if (args.drop is None) != (args.to is None) or args.drop is not None and not 0 < args.drop < 1 or args.to == '':
-        parser.error(f'--drop={args.drop} --to={args.to}: a share between 0 and 1, and the name of a new dataset')
+    if args.drop is not None or args.to is not None:
+        if not args.to or args.drop is None or not 0 < args.drop < 1:
+            parser.error(f'--drop={args.drop} --to={args.to}: a share between 0 and 1, and the name of a new dataset')
     out_dir, out = args.out_dir, args.out or args.out_dir / 'data_value'
     steps, samples = read_ghost(out_dir)
-    try:
-        config = json.loads((out_dir / 'config.json').read_text(encoding='utf-8'))
-        folder, block_size = find_folder(config['dataset']), config['block_size']
-        if type(block_size) is not int or block_size < 1:
-            raise ValueError(f'block_size is {block_size!r}')
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        fail(f'{out_dir / "config.json"}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
+    config = read_config(out_dir)
+    folder, block_size = find_folder(config['dataset']), config['block_size']
     offset, value, visits, loss = by_window(samples)
     if args.to:
         number = math.floor(args.drop * len(offset) + 1e-9)     # 0.29 * 100 is a little below 29

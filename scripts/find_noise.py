@@ -10,6 +10,7 @@ Shakespeare. Other --name=value go to train.py.
 """
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import load_meta
 from data.corpus import folder_path
-from scripts.common import fail, load_pyplot, one_line_parser, printing, write_picture, write_result
+from scripts.common import (auc, fail, load_pyplot, must_be_one_process, one_line_parser, printing, write_picture,
+                            write_result)
 from scripts.data_value import by_window, read_ghost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,14 +57,6 @@ def add_noise(source, folder):
     return noise
 
 
-def auc(better, worse):
-    """Probability that one of `better` (n,) exceeds one of `worse` (m,), from ranks (Mann-Whitney); ties count half."""
-    _, place, count = np.unique(np.concatenate([better, worse]), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place.ravel()]      # of equal values the mean rank, from 1
-    n, m = len(better), len(worse)
-    return (ranks[:n].sum() - n * (n + 1) / 2) / (n * m)
-
-
 def draw(path, value, noise, steps, auc_at_step, final):
     """Two panels: how the values of text and of noise are spread; the AUC up to each step."""
     plt = load_pyplot(path, required=False)
@@ -87,9 +81,12 @@ def draw(path, value, noise, steps, auc_at_step, final):
     print(f'wrote {path}')
 
 
-def run(command, quiet=False):
-    """A script of ours; if it fails, its own line is the error and its exit code ours."""
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.DEVNULL if quiet else None)
+def run(command, out, stdout=None):
+    """A script of ours; if it fails, its own line is the error and its exit code ours. With 2, for a wrong argument, it
+    has not begun, and `out` goes: the same command with the right one would find it in the way."""
+    done = subprocess.run([str(part) for part in command], stdout=stdout)
+    if done.returncode == 2:
+        shutil.rmtree(out, ignore_errors=True)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -100,14 +97,15 @@ def train(out, text, options):
         prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', f'--out_dir={folder}']
         if text is not None:
             prepare.append(f'--input={text}')
-        run(prepare, quiet=True)
+        run(prepare, out, stdout=subprocess.DEVNULL)
         noise = add_noise(Path(folder), out / 'data')
     settings = SETTINGS | options | dict(dataset=(out / 'data').resolve(), out_dir=out / 'run')
-    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())])
+    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())], out)
     return noise
 
 
 def main():
+    must_be_one_process()
     parser = one_line_parser(__doc__, '[--input=FILE] [--out=FOLDER] [--name=value ...]')
     parser.add_argument('--input', metavar='FILE')
     parser.add_argument('--out', metavar='FOLDER', default='out-find-noise', type=folder_path)
@@ -119,6 +117,8 @@ def main():
     fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost'} & set(options)
     if fixed:
         fail(f'--{min(fixed)}: the experiment sets it itself')
+    if options.get('max_iters', '').isdecimal() and int(options['max_iters']) < 10:
+        fail(f'--max_iters={options["max_iters"]}: at least 10')
     out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f'--out={out}: is there already; choose another or delete it')

@@ -16,22 +16,22 @@ Three values of each sample are held against it, in nats too (docs/values.md):
 Prints how well they agree, and writes stepN.csv and stepN.png into FOLDER, by default leave_one_out beside the
 checkpoint. Computes in float32, without dropout, on one CPU or GPU.
 """
-import csv
-import io
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_bin, read_tokens, sample_offsets
+from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, fail, load_pyplot, lr_at, note, one_line_parser, printing, run_tokens,
-                            spearman, write_picture, write_result)
+from scripts.common import (choose_device, fail, load_pyplot, lr_at, must_be_one_process, note, one_line_parser,
+                            printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
@@ -39,10 +39,11 @@ KINDS = 'dot', 'update', 'effect'
 
 # ---- a step of training as pure functions, {name: tensor} to {name: tensor}, through which autograd can go ----------
 def clip(gradient, limit):
-    """The gradient scaled down to the norm `limit` (0: never), as torch's clip_grad_norm_ does; and the factor."""
+    """The gradient scaled down to the norm `limit` (0: never), as torch's clip_grad_norm_ does; and the factor, a
+    tensor."""
     norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
-    return {name: g * factor for name, g in gradient.items()}, factor
+    clip_coef = (limit / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
+    return {name: g * clip_coef for name, g in gradient.items()}, clip_coef
 
 
 def step(weights, gradient, state, lr, config):
@@ -192,19 +193,20 @@ def draw(path, truth, values, t):
 
 
 def main():
+    must_be_one_process()
     usage = 'CHECKPOINT [--samples=N] [--horizon=1,5,20] [--windows=N] [--out=FOLDER] [--device=NAME]'
     parser = one_line_parser(__doc__, usage)
     parser.add_argument('checkpoint', metavar='CHECKPOINT', type=Path)
     parser.add_argument('--samples', metavar='N', type=int, default=32)
     parser.add_argument('--horizon', metavar='H', default='1')
-    parser.add_argument('--windows', metavar='N', type=int, default=0)
-    parser.add_argument('--out', metavar='FOLDER', type=Path)
+    parser.add_argument('--windows', metavar='N', type=int)
+    parser.add_argument('--out', metavar='FOLDER', type=folder_path)
     parser.add_argument('--device', metavar='NAME', default='auto')
     args = parser.parse_args()
-    horizon = sorted({int(h) for h in args.horizon.split(',') if h.isdecimal()} | {1})
     if not all(h.isdecimal() and int(h) > 0 for h in args.horizon.split(',')):
         parser.error(f'--horizon={args.horizon}: expected numbers of steps such as 1,5,20')
-    if args.samples < 3 or args.windows < 0:
+    horizon = sorted({1, *map(int, args.horizon.split(','))})
+    if args.samples < 3 or (args.windows is not None and args.windows < 1):
         parser.error(f'--samples={args.samples} must be at least 3, and --windows={args.windows} at least 1')
     device, _ = choose_device(args.device, 'float32')
     source, run = args.checkpoint, args.checkpoint
@@ -223,14 +225,9 @@ def main():
     samples = min(args.samples, per_step)
     if samples < 3:
         fail(f'{source}: a step has {per_step} samples, and a correlation needs at least 3')
-    if config['dropout'] > 0:
-        note('the run has dropout; here there is none')
-
-    out = args.out or run / 'leave_one_out'
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f'--out={out}: {error.strerror}')
+    if lr_at(config, t) == 0:
+        fail(f'{source}: the learning rate of its next step, {t}, is 0, so no sample changes anything: give an earlier '
+             'checkpoint')
     block, vocab = checkpoint['model_args']['block_size'], checkpoint['model_args']['vocab_size']
     seen, offsets, batches = checkpoint.get('samples_seen', t * per_step), [], []
     for h in range(max(horizon)):
@@ -238,8 +235,11 @@ def main():
                                       seen + h * per_step, train[2], block))
         batches.append(torch.from_numpy(read_tokens(train, offsets[h], block + 1, vocab)).to(device))
     fixed = run / 'grad_dotprods' / 'valset.safetensors'
-    if fixed.is_file() and not args.windows:
-        windows = load_file(fixed)['tokens']
+    if fixed.is_file() and args.windows is None:
+        try:
+            windows = load_file(fixed)['tokens']
+        except (SafetensorError, KeyError) as error:
+            fail(f'{fixed}: torn or not of train.py ({error}); --windows=32 takes others')
     else:
         val, _ = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
         number = args.windows or 32
@@ -249,13 +249,17 @@ def main():
     model.load_state_dict(checkpoint['model'])
     state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
              in model.named_parameters()}
+    out = args.out or run / 'leave_one_out'
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f'--out={out}: {error.strerror}')
+    if config['dropout'] > 0:
+        note('the run has dropout; here there is none')
 
     clip_coef, with_all, truth, values = measure(model, state, t, batches, windows, samples, horizon, config)
     rows = [[int(o), *map(float, value), *map(float, true)] for o, value, true in zip(offsets[0], values, truth)]
-    buffer = io.StringIO(newline='')
-    head = ['offset', *KINDS, *(f'truth_{h}' for h in horizon)]
-    csv.writer(buffer, lineterminator='\n').writerows([head, *rows])
-    write_result(out / f'step{t}.csv', buffer.getvalue().encode())
+    write_csv(out / f'step{t}.csv', ['offset', *KINDS, *(f'truth_{h}' for h in horizon)], rows)
     draw(out / f'step{t}.png', truth[:, 0], values, t)
     print(f'step {t}: lr {lr_at(config, t):.2e}, clip_coef {clip_coef:.3f}, {samples} of {per_step} samples left out, '
           f'{len(windows)} validation windows')

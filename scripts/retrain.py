@@ -31,7 +31,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +42,9 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
 from model import GPT, GPTConfig
-from scripts.common import fail, lr_at, note, one_line_parser, printing, run_tokens, spearman
-from scripts.data_value import by_window, read_ghost, without
+from scripts.common import (append_rows, bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
+                            run_tokens, spearman, without)
+from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint
 
 HALVES = 1      # in the hash that draws them, so that they depend on nothing else
@@ -121,10 +122,17 @@ def read_run(out_dir):
         if config.get(name) not in wanted:
             raise ValueError(f'{out_dir}: the run has {name}={config.get(name)!r}, this needs --{name}={wanted[0]}')
     run_tokens(config, checkpoint['meta'])
-    ranks = json.loads(Path(out_dir, 'config.json').read_text(encoding='utf-8')).get('world_size', 1)
-    if ranks != 1 and config['dropout'] > 0:
-        raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {ranks} processes, each with draws of '
-                         'its own, which cannot be done again on one: this needs --dropout=0, or a run on one process')
+    if steps == 0:
+        raise ValueError(f'{out_dir}: the run has not taken a step')
+    path = Path(out_dir, 'config.json')
+    try:
+        processes = json.loads(path.read_text(encoding='utf-8')).get('world_size', 1)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f'{path} has no settings of a run ({error}); train.py writes it') from None
+    if processes != 1 and config['dropout'] > 0:
+        raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {processes} processes, each with '
+                         'draws of its own, which cannot be done again on one: this needs --dropout=0, or a run on one '
+                         'process')
     here = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available()}
     if not here.get(config['device'].split(':')[0], True):
         raise ValueError(f'{out_dir}: the run has device={config["device"]}, which this machine has not: do this '
@@ -137,7 +145,7 @@ def tokens_of(dataset):
     return np.memmap(path, dtype, 'r')
 
 
-def drawn(out_dir):
+def known_windows(out_dir):
     """Where in val.bin the validation windows begin that the run's values were computed from: int64 (n,)."""
     folder, found = Path(out_dir, 'grad_dotprods'), []
     for path in sorted(folder.glob('*.safetensors')):
@@ -176,16 +184,16 @@ def validation_windows(config, name, number, apart):
 
 
 def do(out_dir, what, number, val, offsets):
-    """Train once: a half ('half', its number), or with a seed on 'all', on a 'random N' windows fewer, or on a 'dataset
-    NAME'. Returns the loss over the windows of val (a bin) at offsets, and the training losses. Runs in a process of
-    its own."""
+    """Train once. what and number: 'half' and its number, -1 for the run itself; or a seed, for 'all' windows, for
+    'random N' windows fewer, or for a 'dataset NAME'. Returns the loss over the windows of val (a bin) at offsets, and
+    the training losses. Runs in a process of its own."""
     torch.set_num_threads(1)
     config, model_args, steps = read_run(out_dir)
     block, half, seed = config['block_size'], None, number
     if what == 'half':
-        half, seed = number, config['seed']
-        if number < 0:      # the run itself
-            half = None
+        seed = config['seed']
+        if number >= 0:
+            half = number
     tokens = tokens_of(dataset_of(what, config))
     if what.startswith('random '):
         dropped = np.zeros((len(tokens) - 1) // block, bool)
@@ -217,15 +225,13 @@ def finished(out_dir, tasks, val, offsets, jobs):
 
 
 def json_lines(path):
-    """The objects of a file's lines; without the last one, if a kill has cut it. [] if there is no file."""
+    """The objects of a file's lines; what is none, as a line that a kill has cut, is passed over. [] without a file."""
     found = []
     if path.is_file():
-        for line in path.read_text(encoding='utf-8').splitlines():
-            try:
+        for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
+            with suppress(ValueError):
                 found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
+    return [row for row in found if isinstance(row, dict)]
 
 
 def key_of(out_dir, what, config, steps, val, offsets):
@@ -246,11 +252,8 @@ def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
     keys = {what: key_of(out_dir, what, config, steps, val, offsets) for what, _ in tasks}
     done = {}
     for row in json_lines(path):
-        if row['run'] == keys.get(row['what']):
+        if row.get('run') in keys.values():
             done[row['what'], row['number']] = row
-    if path.is_file() and not path.read_bytes().endswith(b'\n'):
-        with open(path, 'a') as file:
-            file.write('\n')
     todo = [task for task in tasks if task not in done]
     began = time.perf_counter()
     for count, ((what, number), (loss, losses)) in enumerate(finished(out_dir, todo, val, offsets, jobs), 1):
@@ -258,8 +261,7 @@ def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
         if number < 0:
             row['gap'] = far_from_log(out_dir, losses)
         done[what, number] = row
-        with open(path, 'a') as file:
-            file.write(json.dumps(row) + '\n')
+        append_rows(path, [row])
         left = (time.perf_counter() - began) / count * (len(todo) - count)
         if count % max(1, len(todo) // 10) == 0:
             note(f'{count} of {len(todo)} trained, {left / 60:.1f} minutes left')
@@ -278,32 +280,25 @@ def far_from_log(out_dir, losses):
 
 
 # ---- what comes out --------------------------------------------------------------------------------------------------
-def bootstrap(sums, loss, draws=1000):
-    """2.5th and 97.5th percentile (2, kinds) of Spearman's correlation of sums (kinds, halves) with loss (halves,), and
-    of its difference to the first kind's, over halves drawn with replacement."""
-    generator, found = np.random.default_rng(0), []
-    while len(found) < draws:
-        some = generator.integers(len(loss), size=len(loss))
-        if np.ptp(some) > 0:        # one half alone, again and again, has no correlation
-            found.append(spearman(sums[:, some], loss[some]))
-    found = np.array(found)                                                     # (draws, kinds)
-    return np.percentile(found, (2.5, 97.5), 0), np.percentile(found - found[:, :1], (2.5, 97.5), 0)
-
-
 def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
     """Print the linear datamodeling score of each kind of value."""
     if config['gradient_accumulation_steps'] * config['batch_size'] < 2:
         fail(f'{out_dir}: the run has one window a step, and half of the steps of a half would be none: this needs at '
              'least 2', 1)
     val, at = validation_windows(config, val_dataset, windows, apart=[])
-    offset, value, visits, loss = by_window(read_ghost(out_dir)[1])
+    scored, samples = read_ghost(out_dir)
+    if scored['iter'].tolist() != list(range(steps)):
+        fail(f'{out_dir}: the values are of {len(scored["iter"]):,} steps up to {scored["iter"][-1]:,}, the newest '
+             f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
+    offset, value, visits, loss = by_window(samples)
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
     real = np.array([trained['half', number]['loss'] for number in range(halves)])
     left_out = np.array([~kept_in(half, offset // config['block_size']) for half in range(halves)])  # (halves, windows)
     sums = np.array([left_out @ its for its in kinds.values()])                 # (kinds, halves)
-    scores, (intervals, differences) = spearman(sums, real), bootstrap(sums, real)
+    scores = spearman(sums, real)
+    intervals, differences = bootstrap(sums[None], real[None], first=0, draws=1000)
     print(f'{halves} halves of {len(offset):,} windows, {visits.mean():.1f} visits each; {steps:,} steps, '
           f'learning rate {config["learning_rate"]:g}, seed {config["seed"]}')
     print(f'validation loss {trained["half", -1]["loss"]:.4f} on all; on a half {real.mean():.4f}, standard deviation '
@@ -334,7 +329,7 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
     if number <= 0 or number * block != len(tokens) - len(fewer):
         fail(f'--compare={dataset}: not {config["dataset"]} without some windows of {block} tokens: make it by '
              'data_value.py --drop')
-    val, at = validation_windows(config, val_dataset, windows, drawn(out_dir))
+    val, at = validation_windows(config, val_dataset, windows, known_windows(out_dir))
     rows = {'all': 'all', 'at random': f'random {number}', dataset: f'dataset {dataset}'}
     numbers = [config['seed'] + 1 + i for i in range(seeds)]    # not the run's own, which the values know
     tasks = [(what, seed) for seed in numbers for what in rows.values()]
@@ -351,6 +346,7 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
 
 
 def main():
+    must_be_one_process()
     usage = 'OUT_DIR [--halves=N] [--compare=DATASET] [--seeds=N] [--jobs=N] [--windows=N] [--val=DATASET]'
     parser = one_line_parser(__doc__, usage)
     parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
@@ -360,12 +356,12 @@ def main():
         parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
     args = parser.parse_args()
     if args.halves < 4 or not 2 <= args.seeds <= 16 or args.jobs < 0 or args.windows < 1:
-        parser.error('--halves must be at least 4, --seeds from 2 to 16, --windows at least 1')
+        parser.error('--halves must be at least 4, --seeds from 2 to 16, --jobs and --windows at least 1')
     config, _, steps = read_run(args.out_dir)
     jobs = args.jobs
     if jobs == 0:
         jobs = 8 if config['device'].startswith('cuda') else os.cpu_count()
-    if args.compare:
+    if args.compare is not None:
         compare(args.out_dir, config, steps, args.compare, args.seeds, args.windows, args.val, jobs)
     else:
         score(args.out_dir, config, steps, args.halves, args.windows, args.val, jobs)

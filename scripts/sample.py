@@ -44,7 +44,8 @@ for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0,
 if not 0 < top_p <= 1:
     fail(f'top_p={top_p}: must be above 0 and at most 1')
 if device == 'auto':
-    device = 'cuda' if torch.cuda.is_available() else 'mps' if torch.backends.mps.is_available() else 'cpu'
+    has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
+    device = next(kind for kind in has if has[kind])
 if device.startswith('cuda') and not torch.cuda.is_available():
     fail(f'device={device}: this torch ({torch.__version__}) sees no GPU; use --device=cpu')
 try:

@@ -2,9 +2,13 @@
 Kill runs at random moments, start them again, and compare what they leave with unbroken runs, bit for bit.
 
     python tests/chaos.py [--kills=N] [--seed=S] [--only=WORD]
+    python tests/chaos.py --exits=N [--leave=False]
 
 kills: of every form, 2 by default; seed: of their moments; only: forms with this word in their name. By hand, not by
 pytest: it takes some minutes. Exit code 1 if a run did not recover; its folder is kept.
+
+exits: instead, so many short FSDP runs of two ranks come to their end, with gloo's threads slowed down, and how they
+ended is counted; leave=False: without checkpoint.leave, and then some of them abort (-6).
 """
 import json
 import os
@@ -15,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +29,7 @@ import torch.distributed.fsdp  # noqa: F401
 
 from conftest import ROOT, TINY, TRAIN, free_port, write_dataset
 from modes_helper import read_dcp, read_dots  # and lets the next one be found
+import checkpoint
 from weights import read_checkpoint
 
 STEPS = 60
@@ -35,8 +41,8 @@ EXTRAS = {'bare': [], 'ghost': ['--use_ghost=True', '--ghost_per_param=True', '-
 TIMES = ('ms', 'tokens_per_s', 'mfu', 'memory_gib')     # in log.jsonl
 
 
-def become_rank(argv, rank, ranks, port, told):
-    """In a fork: run train.py to its end, as this rank; what it prints goes to a file."""
+def become_rank(argv, rank, ranks, port, told, ends):
+    """In a fork: run train.py to its end, as this rank; what it prints goes to a file. ends: let Python end, too."""
     code = 1
     try:
         file = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -53,17 +59,19 @@ def become_rank(argv, rank, ranks, port, told):
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     sys.stdout.flush()
+    if ends:
+        sys.exit(code)
     os._exit(code)      # taking torch down takes as long as the run
 
 
-def live(argv, ranks, told, number=None, due=None):
+def live(argv, ranks, told, number=None, due=None, ends=False):
     """One life of a run; all ranks get signal `number` when due(), a function, says so. Returns their exit codes, and
     whether the signal came before the end."""
     port, pids, codes = free_port(), [], {}
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            become_rank(argv, rank, ranks, port, told)
+            become_rank(argv, rank, ranks, port, told, ends)
         pids.append(pid)
         os.setpgid(pid, pids[0])
     began = time.monotonic()
@@ -141,6 +149,32 @@ def chaos(folder, argv, ranks, kills, draw):
     return done, f'{len(differ)} things differ: {", ".join(differ[:3])}' if differ else ''
 
 
+def slow_gloo():
+    """Let gloo's threads of this process run only where the core has nothing else to do."""
+    for thread in os.listdir('/proc/self/task'):
+        if 'gloo' in Path('/proc/self/task', thread, 'comm').read_text():
+            os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+
+
+def exits(number, leave, top, argv):
+    """Count how the ranks of so many runs end; 1 if not all by exit code 0."""
+    save, ended = checkpoint.save_checkpoint, Counter()
+
+    def slow_down_and_save(*args):
+        slow_gloo()
+        save(*args)
+
+    checkpoint.save_checkpoint = slow_down_and_save
+    if not leave:
+        checkpoint.leave = int      # does nothing
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+    for _ in range(number):
+        ended.update(live([*argv, f'--out_dir={top / "out"}', '--overwrite=True'], 2, top / 'told.txt', ends=True)[0])
+    print('  '.join(f'exit code {code}: {ended[code]} ranks' for code in sorted(ended)))
+    shutil.rmtree(top)
+    return int(set(ended) != {0})
+
+
 def main():
     if '--help' in sys.argv:
         sys.exit(print(__doc__))
@@ -149,6 +183,9 @@ def main():
     torch.set_num_threads(1)
     top, draw, recovered, forms = Path(tempfile.mkdtemp(prefix='chaos')), random.Random(seed), 0, 0
     data = write_dataset(top / 'data', ''.join(draw.choices('abcdefgh ,.\n', k=20000)))
+    if 'exits' in given:
+        argv = [f'--dataset={data}', *TINY, '--use_fsdp=True', '--max_iters=1', '--eval_iters=1']
+        return exits(int(given['exits']), given.get('leave') != 'False', top, argv)
     print(f'{"form":22} kills  recovered')
     for format, mode, extra in product(FORMATS, MODES, EXTRAS):
         form = f'{format} {mode} {extra}'

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ENV, ROOT, ckpt_of, log_of, tree
+from conftest import ENV, FULL_DISK, ROOT, ckpt_of, log_of, tree
 
 from data.labelled import read_dataset, read_labelled, read_texts, write_labelled
 from scripts.common import choose_device, log_record
@@ -65,10 +65,24 @@ def evaluations(out):
     return [line for line in out.splitlines() if line.startswith(('[eval]', '[test]', *WORDS))]
 
 
+IMPATIENT = '''
+import datetime, threading, torch.distributed
+timer, join = threading.Timer, torch.distributed.init_process_group
+threading.Timer = lambda seconds, *args: timer(seconds / 1000, *args)
+def slow_join(*args, timeout, **kw):
+    assert timeout == datetime.timedelta(minutes=7)
+    threading.Event().wait(0.2)
+    join(*args, timeout=timeout, **kw)
+torch.distributed.init_process_group = slow_join
+'''
+
+
 def test_two_ranks_compute_what_one_does(plain, run, tmp_path):
     """Half the micro-batch per rank, so the same rows a step; in the last step of an epoch rank 1 has none."""
     cwd, out = plain
-    two = run(tmp_path, '--out_dir=out', '--dropout=0', '--batch_size=2', '--gradient_accumulation_steps=4', nproc=2)
+    two = run(tmp_path, '--out_dir=out', '--dropout=0', '--batch_size=2', '--gradient_accumulation_steps=4',
+              '--timeout_minutes=7', nproc=2, before=IMPATIENT)
+    assert all(f'rank {rank} waits at 127.0.0.1:' in two.out for rank in (0, 1))
     assert evaluations(two.out) == evaluations(out) and len(evaluations(out)) == 2 + 1 + 3
     (steps, evals), (steps2, evals2) = log_of(cwd / 'out'), log_of(tmp_path / 'out')
     assert list(steps) == list(steps2) == list(range(12)) and list(evals) == list(evals2) == [6, 12]
@@ -250,7 +264,8 @@ def test_it_starts_from_checkpoints_and_folders_of_others(fork, tiny, tmp_path):
 
 
 @pytest.mark.parametrize('args, says', [
-    (['--batch_size=0'], 'batch_size=0: must be at least 1'), (['--dropout=1'], 'below 1'),
+    (['--batch_size=0'], 'batch_size=0: must be at least 1'), (['--n_layer=65536'], 'below 65536'),
+    (['--dropout=1'], 'below 1'),
     (['--init_from=nowhere'], 'nowhere'), (['--init_from=resume'], 'ckpt.pt'), (['--predict=nowhere'], 'nowhere'),
     (['--dataset=nowhere'], 'prepare.py'), (['--text_column=body'], "no column 'body'"), (['--n_head=3'], 'n_embd'),
     (['--device=tpu'], 'device=tpu'), (['--dtype=int8'], 'dtype=int8'), (['--tokenizer=words'], 'words')])
@@ -265,6 +280,11 @@ def test_bfloat16_and_scaled_learning_rate(plain, run, tmp_path):
     reference, _ = log_of(cwd / 'out')
     assert 1e-5 < abs(steps[0]['loss'] - reference[0]['loss']) < 1e-3
     assert all(steps[i]['lr'] == pytest.approx(2 * reference[i]['lr'], rel=1e-12) for i in steps)   # 2 micro-batches
+
+
+def test_a_full_disk_is_one_line(run, tmp_path):
+    err = run(tmp_path, '--out_dir=out', before=FULL_DISK.format(size=500), rc=None, warn=False).err
+    assert err.count('\n') == 1 and 'config.json: File too large: make room' in err, err
 
 
 def test_rotary_positions(run, tmp_path):

@@ -1,10 +1,12 @@
 """data/*/prepare.py and scripts/inspect_data.py, run as a user does, on small files and a server of our own."""
+import bz2
 import codecs
 import contextlib
 import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import pickle
 import random
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import full_disk
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -613,6 +616,25 @@ def test_a_folder_that_can_not_be_read_is_said(tmp_path, monkeypatch, capsys):
 FRENCH = "L\u2019\u00e9l\u00e8ve a d\u00e9j\u00e0 mang\u00e9 \u00e0 No\u00ebl, c\u2019est s\u00fbr\u2026\n" * 40
 CHINESE = "\u5b66\u800c\u65f6\u4e60\u4e4b\uff0c\u4e0d\u4ea6\u8bf4\u4e4e\uff1f\n" * 40
 RUSSIAN = "\u0411\u044b\u0442\u044c \u0438\u043b\u0438 \u043d\u0435 \u0431\u044b\u0442\u044c\n" * 40
+
+
+def test_packed_data_under_a_texts_name_are_refused(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    args = type("args", (), {"encoding": None})
+    with zipfile.ZipFile(tmp_path / "a.txt", "w") as archive:
+        archive.writestr("b", PLAY)
+    for kind, data in (("zip", (tmp_path / "a.txt").read_bytes()), ("gzip", gzip.compress(PLAY.encode())),
+                       ("xz", lzma.compress(PLAY.encode())), ("bzip2", bz2.compress(PLAY.encode())),
+                       ("zstandard", zstandard.ZstdCompressor().compress(PLAY.encode()))):
+        (tmp_path / "a.txt").write_bytes(data)
+        with pytest.raises(reading.BadInput, match=f"a.txt: no text but {kind} data: unpack it"):
+            reading.read_text(tmp_path / "a.txt", args)
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path):
+    with full_disk(100), pytest.raises(OSError, match=f"File too large: '{tmp_path}/a'"):
+        bins.write_file(tmp_path / "a", bytes(200))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text, encoding", [

@@ -18,7 +18,7 @@ def anchors(page):
 def commands(page):
     """The words of every command in the page's code; a setting may stand alone."""
     for block, span in re.findall(r'^```\n(.*?)^```|`([^`]+)`', page.read_text(encoding='utf-8'), re.M | re.S):
-        for line in block.splitlines() or [span.replace('\n', ' ')]:
+        for line in block.replace('\\\n', ' ').splitlines() or [span.replace('\n', ' ')]:
             line = re.sub(r'\$R\b|broken\.py', 'train.py', line)      # a run's command, and a copy that is broken
             if re.match(r'python |torchrun |sbatch |bash |sed |\$D |train\.py --|--\w', line):
                 yield shlex.split(line, comments=True)

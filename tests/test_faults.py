@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint import metadata
 
 from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of, tree, write_dataset
 from modes_helper import read_dots
-from weights import read_checkpoint, read_progress
+from data.bins import load_meta
+from weights import read_checkpoint, read_metadata, read_progress
 
 
 def offsets_of(out):
@@ -192,7 +194,7 @@ def test_leftover_ranks_in_the_environment_are_plain_training(fork, tmp_path, en
 
 def test_a_lone_rank_says_for_whom_it_waits(start_train, tiny, tmp_path):
     env, port = {'RANK': '0', 'LOCAL_RANK': '0', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1'}, free_port()
-    run = start_train(tmp_path, f'--dataset={tiny}', env={**env, 'MASTER_PORT': port, 'PYTHONUNBUFFERED': '1'})
+    run = start_train(tmp_path, f'--dataset={tiny}', env={**env, 'MASTER_PORT': port})
     line = run.stdout.readline()
     assert f'rank 0 waits at 127.0.0.1:{port} for all 2 ranks' in line, line
 
@@ -396,3 +398,26 @@ def test_metadata_that_leaves_values_out_is_refused(sharded, tmp_path):
 def test_a_folder_in_the_place_of_a_file(fork, tmp_path):
     (tmp_path / 'out' / 'config.json').mkdir(parents=True)
     assert 'config.json: a run writes a file of this name' in fork(tmp_path, rc=2)
+
+
+DISPROPORTIONATE = {
+    'memo': b'\x80\x02}r\xff\xff\xff\x7f.', 'text memo': b'(dp2147483647\n.',
+    'frame': b'\x80\x04\x95' + (2**62).to_bytes(8, 'little') + b'}.',
+    'bytes': b'\x80\x04\x8e' + (2**62).to_bytes(8, 'little') + b'}.', 'int': b'\x80\x02\x8b\xff\xff\xff\x7f.',
+    'deep key': b'\x80\x02}N' + b'\x85' * 300000 + b'Ns.',      # its hash takes all the stack
+    'one list many times': b'\x80\x02' + b''.join(b']q%c(' % (i + 1) + (b'h%c' % i if i else b'N') * 10 + b'e'
+                                                  for i in range(30)) + b'.'}
+
+
+@pytest.mark.parametrize('name', DISPROPORTIONATE)
+def test_a_pickle_that_takes_more_than_its_length_lets_expect(tmp_path, name):
+    """Gigabytes of memory, all of the stack, or years."""
+    for file in ('meta.pkl', '.metadata'):
+        (tmp_path / file).write_bytes(DISPROPORTIONATE[name])
+    with zipfile.ZipFile(tmp_path / 'ckpt.pt', 'w') as archive:
+        archive.writestr('ckpt/data.pkl', DISPROPORTIONATE[name])
+        archive.writestr('ckpt/version', '3\n')
+        archive.writestr('ckpt/byteorder', 'little')
+    for read, path in ((load_meta, tmp_path), (read_metadata, tmp_path), (read_checkpoint, tmp_path / 'ckpt.pt')):
+        with pytest.raises(ValueError, match=r'(meta\.pkl|\.metadata|ckpt\.pt)[^\n]+$'):
+            read(path)

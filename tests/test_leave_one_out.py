@@ -115,8 +115,18 @@ def test_against_a_run(tmp_path, fork):
     assert (tmp_path / 'before' / 'leave_one_out' / 'step6.png').is_file()
 
     same_step(tmp_path)
-    for args, what in ((['run/log.jsonl'], 'log.jsonl'), (['before', '--horizon=0'], '--horizon')):
+    valset = tmp_path / 'run' / 'grad_dotprods' / 'valset.safetensors'
+    valset.write_bytes(valset.read_bytes()[:-1])
+    for args, what in ((['run/log.jsonl'], 'log.jsonl'), (['before', '--horizon=0'], '--horizon'),
+                       (['before', '--windows=0'], '--windows=0'), (['before', '--out='], '--out'),
+                       (['run'], 'valset.safetensors: torn')):
         assert what in fork(tmp_path, *args, script=SCRIPT, tiny_args=False, rc=None).err
     fork(tmp_path, '--out_dir=two', '--max_iters=1', '--gradient_accumulation_steps=1', '--batch_size=2')
     assert 'a step has 2 samples' in fork(tmp_path, 'two', script=SCRIPT, tiny_args=False, rc=2)
+    assert 'takes one process' in fork(tmp_path, 'before', nproc=1, script=SCRIPT, tiny_args=False, rc=2)
+    last = ckpt_of(tmp_path / 'two')
+    last['config'].update(batch_size=4, min_lr=0.0, lr_decay_iters=1, warmup_iters=0)
+    torch.save(last, tmp_path / 'two' / 'ckpt.pt')
+    assert 'next step, 1, is 0' in fork(tmp_path, 'two', script=SCRIPT, tiny_args=False, rc=2)
+    assert not any((tmp_path / name / 'leave_one_out').exists() for name in ('run', 'two'))
     assert 'device=cpu:x: expected' in fork(tmp_path, 'two', '--device=cpu:x', script=SCRIPT, tiny_args=False, rc=2)

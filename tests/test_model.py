@@ -221,6 +221,7 @@ def test_sampling_follows_the_probabilities(model):
         near(frequencies(top_p=0.5), kept / kept.sum())
         near(frequencies(top_p=1.0), probs)
         assert frequencies(top_p=1e-9).max() == 1
+        assert frequencies(top_p=1e-300).max() == 1
     assert torch.equal(frequencies(seed=2), frequencies(seed=2)) and not torch.equal(frequencies(seed=2), frequencies())
 
 

@@ -13,9 +13,9 @@ from modes_helper import far
 from data.bins import sample_offsets
 from model import GPT, GPTConfig
 from scripts import retrain
-from scripts.common import lr_at, ranks, spearman
-from scripts.data_value import by_window, read_ghost, without, without_domains
-from scripts.retrain import bootstrap, drawn, kept_in, p_value, read_run, tokens_of, train, validation_windows
+from scripts.common import bootstrap, lr_at, ranks, spearman, without
+from scripts.data_value import by_window, read_ghost, without_domains
+from scripts.retrain import kept_in, known_windows, p_value, read_run, tokens_of, train, validation_windows
 
 SCRIPT, DATA_VALUE = (os.path.join(ROOT, 'scripts', f'{name}.py') for name in ('retrain', 'data_value'))
 
@@ -71,10 +71,10 @@ def test_halves_and_what_they_print(run, fork):
     rows = path.read_text().splitlines(keepends=True)
     assert len(rows) == 5
     kept = [row for row in rows if json.loads(row)['number'] != 2]
-    path.write_text(''.join(kept) + '{"run": "torn')
+    path.write_text(''.join(kept) + '[]\n{"run": "torn')
     again = fork(run.parent, 'run', '--halves=4', '--jobs=1', '--windows=8', script=SCRIPT, tiny_args=False, rc=None)
     assert again.out == done.out
-    assert path.read_text().splitlines()[:4] == [row.strip() for row in kept] and path.read_text().count('\n') == 6
+    assert path.read_text().splitlines()[:4] == [row.strip() for row in kept] and path.read_text().count('\n') == 7
     # the score by hand
     offset, value, _, _ = by_window(read_ghost(run)[1])
     loss = {json.loads(row)['number']: json.loads(row)['loss'] for row in rows}
@@ -168,7 +168,7 @@ def test_bootstrap_is_not_biased_by_halves_drawn_twice():
     """Of sums of the other sign it gives the mirrored interval, also of four halves."""
     draw = np.random.default_rng(1)
     sums, loss = draw.normal(size=4), draw.normal(size=4)
-    (low, high), _ = bootstrap(np.stack([sums, -sums]), loss)
+    (low, high), _ = bootstrap(np.stack([[sums, -sums]]), loss[None], first=0, draws=1000)
     assert low == pytest.approx(-high[::-1])
     assert low[0] < spearman(sums, loss) < high[0]
 
@@ -176,7 +176,7 @@ def test_bootstrap_is_not_biased_by_halves_drawn_twice():
 def test_what_the_values_know_is_not_judged_on(run, fork, tmp_path, monkeypatch):
     """Validation windows apart from those of ghost; the random arm; runs that cannot be done again."""
     config, _, steps = read_run(run)
-    own, known = validation_windows(config, '', 10 ** 9, []), drawn(run)
+    own, known = validation_windows(config, '', 10 ** 9, []), known_windows(run)
     assert len(known) == 4 and len(own[1]) == own[0][2] - 32
     val, offsets = validation_windows(config, '', 10 ** 9, known)
     covered = {token for offset in known.tolist() for token in range(offset, offset + 33)}
@@ -231,3 +231,10 @@ def test_a_run_that_is_not_the_same_again_is_told_beside_the_table(run, monkeypa
     with pytest.raises(SystemExit):
         retrain.score(run, {**config, 'gradient_accumulation_steps': 1, 'batch_size': 1}, steps, 4, 8, '', 1)
     assert 'one window a step' in capsys.readouterr().err
+    with pytest.raises(SystemExit):     # as of a run that goes on, or was killed: values beyond its newest checkpoint
+        retrain.score(run, config, steps - 1, 4, 8, '', 1)
+    assert 'must be of the same steps' in capsys.readouterr().err
+    whole = retrain.read_checkpoint(str(run))
+    monkeypatch.setattr(retrain, 'read_checkpoint', lambda _: {**whole, 'iter_num': 0})
+    with pytest.raises(ValueError, match='not taken a step'):
+        read_run(run)

@@ -202,7 +202,7 @@ def test_what_is_dropped(job, monkeypatch, capsys):
         seen.extend(tasks)
         return np.array([[run + kept[:32].sum() + seed] for run, seed, kept in tasks]).repeat(40, 1)
     monkeypatch.setattr(vk, 'train_all', train_all)
-    monkeypatch.setattr(vk, 'draw', lambda *_: torch.zeros(2, 256, dtype=torch.long))
+    monkeypatch.setattr(vk, 'random_windows', lambda *_: torch.zeros(2, 256, dtype=torch.long))
     rows = vk.drop(args, train, torch.zeros(40 * 64 + 2), values)     # 40 validation windows
     assert [row['kind'] for row in rows] == ['all', 'random', 'random again', *(kind for kind, _ in vk.DROP)]
     assert {(run, seed) for run, seed, _ in seen} == {(run, 100 + 10 * run + i) for run in (0, 1) for i in range(5)}
@@ -248,7 +248,8 @@ def test_the_command(job, tmp_path, fork):
     assert rows[0]['kind'] in done.stdout and 'other seed' in done.stdout
     for more, what in ((['--halves=3'], '--halves'), (['--steps=5', '--visits=3'], '--visits=3'),
                        (['--steps=500'], 'windows of 64'), (['--dataset=nowhere'], 'nowhere'),
-                       (['--out=no/rows.jsonl'], 'no/rows.jsonl'), (['--size=2M'], '--size')):
+                       (['--out=no/rows.jsonl'], 'no/rows.jsonl'), (['--size=2M'], '--size'), (['--out='], 'empty'),
+                       (['--visits=32'], '--visits=32'), (['--garbled=1e-9'], 'none or all')):
         failed = fork(tmp_path, *options, *more, script=SCRIPT, tiny_args=False, rc=None)
         assert what in failed.err and failed.err.count('\n') == 1 and any(failed.codes), failed
 
