@@ -210,6 +210,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    checkpoint = None       # torch's, set by GPT.recompute(); called from a method of the class, it can be compiled
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
@@ -219,6 +221,11 @@ class Block(nn.Module):
 
     def forward(self, x, rows=None, cache=None, turns=None):
         # rows: named from the block on, so that all blocks are one graph; turns: rotary_tables(), None without rope
+        if self.checkpoint is None:
+            return self.compute(x, rows, cache, turns)
+        return self.checkpoint(self.compute, x, rows, cache, turns)
+
+    def compute(self, x, rows, cache, turns):
         x = x + self.attn(self.ln_1(x, rows), rows, cache, turns)
         x = x + self.mlp(self.ln_2(x, rows), rows)
         return x
@@ -376,7 +383,7 @@ class GPT(nn.Module):
             kept = [getattr(torch.ops.aten, name).default for name in kept]
             options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
         for block in self.transformer.h:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+            block.checkpoint = partial(checkpoint, use_reentrant=False, **options)
 
     def param_groups(self, weight_decay, muon=False):
         """

@@ -113,8 +113,7 @@ def read_checkpoint(src):
         ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f'{src}: torn, or not a checkpoint ({type(error).__name__}: {error})') from None
-    defaults = {'iter_num': 0, 'best_val_loss': math.inf, 'config': {}, 'meta': None, 'scaler': {}, 'wandb_id': None}
-    return check_fields(src, {**defaults, **ckpt})
+    return check_fields(src, ckpt)
 
 
 def read_full(path):
@@ -149,12 +148,15 @@ def read_full(path):
 FIELDS = {'model': dict, 'optimizer': dict, 'model_args': dict, 'iter_num': int, 'samples_seen': int,
           'config': (dict, type(None)), 'meta': (dict, type(None)), 'scaler': dict, 'wandb_id': (str, type(None)),
           'param_groups': list}
+# of nanoGPT's checkpoints, or of older ones
+ABSENT = {'iter_num': 0, 'best_val_loss': math.inf, 'config': {}, 'meta': None, 'scaler': {}, 'wandb_id': None}
 COUNTS = 'n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size'
 
 
 def check_fields(src, ckpt):
-    """A checkpoint's dict, as it is but for best_val_loss, a float. ValueError (one line) if a field of it holds what
-    no run writes there."""
+    """A checkpoint's dict with what is ABSENT from it; best_val_loss a float. ValueError (one line) if a field holds
+    what no run writes."""
+    ckpt = {**ABSENT, **ckpt}
     try:
         for name, kind in FIELDS.items():
             if name in ckpt and (not isinstance(ckpt[name], kind) or isinstance(ckpt[name], bool)):
@@ -205,7 +207,7 @@ def read_progress(folder):
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = error if isinstance(error, PermissionError) else None
         raise ValueError(f'{folder}/state.json: missing or torn ({why(error)})') from cause
-    check_fields(f'{folder}/state.json', ckpt)
+    ckpt = check_fields(f'{folder}/state.json', ckpt)
     tensors = check_sizes(folder)
     if ckpt['model_args']:
         check_shape(f'{folder}/state.json', complete(ckpt['model_args']), tensors)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata
 from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of, tree, write_dataset
 from modes_helper import read_dots
 from data.bins import load_meta
-from weights import read_checkpoint, read_metadata, read_progress
+from weights import newest_that_loads, read_checkpoint, read_metadata, read_progress
 
 
 def offsets_of(out):
@@ -370,6 +370,15 @@ def test_a_field_that_no_run_writes_is_refused_in_one_line(sharded, tmp_path, fi
             (tmp_path / 'step_2' / 'state.json').write_text(json.dumps(spoilt[1]))
             with pytest.raises(ValueError, match=r'state\.json: [^\n]*$'):
                 read_progress(tmp_path / 'step_2')
+
+
+def test_a_field_that_is_missing_is_an_older_checkpoints(sharded, tmp_path):
+    folder = shutil.copytree(sharded / 'ckpt_dcp' / 'step_2', tmp_path / 'ckpt_dcp' / 'step_2')
+    state = json.loads((folder / 'state.json').read_text())
+    (folder / 'state.json').write_text(json.dumps({name: state[name] for name in (
+        'model_args', 'iter_num', 'param_groups')}))
+    found = newest_that_loads(tmp_path)[1]
+    assert found['config'] == found['scaler'] == {} and found['meta'] is None and found['iter_num'] == 2
 
 
 def test_metadata_that_leaves_values_out_is_refused(sharded, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from kernels import peak_flops  # noqa: E402
@@ -120,6 +121,25 @@ def test_loss_is_the_cross_entropy_of_the_logits(model):
         logits = torch.stack([model(x[:, :t + 1]) for t in range(24)], 1)
         expected = -logits.log_softmax(-1).gather(2, y[..., None]).mean((1, 2))
         assert torch.allclose(model(x, y), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize('kept', [None, False, True], ids=['all', 'full', 'selective'])
+def test_blocks_that_recompute_are_compiled_too(kept):
+    """All blocks are one graph, whether they keep their forward pass or compute it again."""
+    model, idx = build().train(), torch.arange(20).view(2, 10)
+    model(idx, idx).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    if kept is not None:
+        model.recompute(selective=kept)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for block in model.transformer.h:
+        block.compile(backend=counter, dynamic=False)
+    model(idx, idx).sum().backward()
+    assert counter.frame_count == 1
+    for p, gradient in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.grad, gradient)
 
 
 def test_no_token_sees_a_later_one(model):
