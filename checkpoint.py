@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 
 from data.bins import FULL, GPT2_VOCAB, write_file
 from model import GPT, GPTConfig
-from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, why
+from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
@@ -150,6 +150,9 @@ def choose_start(config, given, meta):
         return {**start, **facts}
     if init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
+    foreign = Path(out_dir, 'config.json')
+    if foreign.is_file() and not config['eval_only'] and 'out_dir' not in read_json(foreign):
+        raise ValueError(f"{foreign} is no run's, perhaps a model's, and a run would replace it: another --out_dir")
     facts['leftovers'] = leftovers
     if leftovers and init_from != 'auto' and not config['overwrite'] and not config['eval_only']:
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '

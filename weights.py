@@ -77,7 +77,7 @@ def newest_that_loads(out_dir):
                 break       # the older ones need no look
     if not found and torn:
         raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
-                         '--init_from=scratch --overwrite=True starts anew and deletes them')
+                         'train.py --init_from=scratch --overwrite=True starts anew and deletes them')
     if not found:
         return None, {}, {}
     _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt
@@ -111,6 +111,8 @@ def read_checkpoint(src):
         return read_checkpoint(newest)
     else:
         ckpt = read_full(src)
+        if 'labels' in ckpt:
+            raise ValueError(f'{src} is a classifier, which scripts/classify.py alone reads')
     try:
         ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
     except (LookupError, TypeError, AttributeError) as error:

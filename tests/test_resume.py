@@ -321,12 +321,16 @@ def test_what_a_checkpoint_says_of_another_folder_or_text(tmp_path):
                 'iter_num': 3, 'best_val_loss': 1.5, 'config': {}, 'meta': meta, 'samples_seen': 12},
                tmp_path / 'ckpt.pt')
 
-    def start(out_dir, **splits):
-        config = dict(init_from='resume', out_dir=str(out_dir), optimizer='adamw', new_tokenizer=False, dataset='x')
+    def start(out_dir, init_from='resume', overwrite=False, **splits):
+        config = dict(init_from=init_from, out_dir=str(out_dir), optimizer='adamw', new_tokenizer=False, dataset='x',
+                      overwrite=overwrite, eval_only=False)
         return choose_start(config, set(), {**meta, 'splits': {**meta['splits'], **splits}})
     assert start(tmp_path)['best_val_loss'] == 1.5
     assert start(tmp_path, train={'tokens': 80})['best_val_loss'] == 1.5
     assert start(tmp_path, val={'tokens': 20, 'sha256': 'b'})['best_val_loss'] == float('inf')
+    export(str(tmp_path), str(tmp_path / 'hf'), 'hf')
+    with pytest.raises(ValueError, match="hf/config.json is no run's"):     # a new run there would destroy it
+        start(tmp_path / 'hf', init_from=str(tmp_path / 'hf'), overwrite=True)
     export(str(tmp_path), str(tmp_path / 'parts'), 'sharded')
     assert start(tmp_path / 'parts')['resumed_from'].endswith('step_3')
     os.rename(tmp_path / 'parts/ckpt_dcp/step_3', tmp_path / 'parts/ckpt_dcp/step_99')
