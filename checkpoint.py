@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 
 from data.bins import FULL, GPT2_VOCAB, write_file
 from model import GPT, GPTConfig
-from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, why
+from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
@@ -135,6 +135,9 @@ def choose_start(config, given, meta):
         if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
             step = {**config, **(start['config'] or {})}
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
+        then, now = (((record or {}).get('splits') or {}).get('val') for record in (start['meta'], meta))
+        if then and then != now:        # losses on other text do not compare
+            start['best_val_loss'] = math.inf
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
         trained_by = (start['config'] or {}).get('optimizer', 'adamw')
@@ -147,6 +150,9 @@ def choose_start(config, given, meta):
         return {**start, **facts}
     if init_from == 'resume':
         raise ValueError(f'no complete checkpoint in {out_dir}')
+    foreign = Path(out_dir, 'config.json')
+    if foreign.is_file() and not config['eval_only'] and 'out_dir' not in read_json(foreign):
+        raise ValueError(f"{foreign} is no run's, perhaps a model's, and a run would replace it: another --out_dir")
     facts['leftovers'] = leftovers
     if leftovers and init_from != 'auto' and not config['overwrite'] and not config['eval_only']:
         raise ValueError(f'{out_dir} holds an earlier run ({", ".join(leftovers)}): another --out_dir, or go on '
@@ -267,8 +273,8 @@ def check_out_dir(out_dir, leftovers):
     """Make the folder, and try to write in it; all ranks participate. ValueError (one line) if that fails, or there is
     a folder in the place of a file, or the other way round, which is not among the leftovers to be deleted."""
     def attempt():
-        for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json') if name not in leftovers):
-            is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json')
+        for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json', 'lock') if name not in leftovers):
+            is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json', 'lock')
             if path.exists() and path.is_dir() != is_folder:
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')

@@ -62,9 +62,17 @@ def quoted(value, form=repr):
 
 
 def under_torchrun():
-    """Whether this process is a rank: torchrun sets all of these. A lone RANK is a leftover in the environment."""
+    """Whether this process is a rank: torchrun sets all of these. A lone RANK is a leftover in the environment. One
+    line if they contradict each other: such a rank would wait for ever."""
     names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'
-    return all(os.environ.get(name, '').isdecimal() for name in names) and bool(os.environ.get('MASTER_ADDR'))
+    texts = [os.environ.get(name, '') for name in names]
+    if not all(text.isdecimal() for text in texts) or not os.environ.get('MASTER_ADDR'):
+        return False
+    rank, _, world_size, port = map(int, texts)
+    if rank >= world_size or port > 65535:
+        fail(f'the environment has RANK={rank}, WORLD_SIZE={world_size} and MASTER_PORT={port}: ranks are below '
+             'WORLD_SIZE and ports below 65536; set them right, or unset RANK to train in one process', every_rank=True)
+    return True
 
 
 def fail(message, code=2, every_rank=False):

@@ -432,7 +432,7 @@ class GPT(nn.Module):
         if empty:
             idx = idx.new_full((len(idx), 1), bos)
         cache = [[] for _ in self.transformer.h] if use_cache else None
-        for _ in range(max_new_tokens):
+        for step in range(max_new_tokens):
             if idx.size(1) > block_size:    # the window slides, every position changes, nothing cached is of use
                 logits = self(idx[:, -block_size:])
             elif cache and cache[0]:
@@ -440,6 +440,8 @@ class GPT(nn.Module):
             else:
                 logits = self(idx, cache=cache)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))      # (B,V)
+            if step == 0 and not logits.isfinite().all():       # once: a GPU would be waited for each time
+                raise ValueError('the logits are not finite: the weights hold NaN, or are too large for this dtype')
             if vocab_size is not None:
                 logits[:, vocab_size:] = -torch.inf
             if temperature == 0:

@@ -56,7 +56,7 @@ def newest_that_loads(out_dir):
     (path, dict, passed_over): out_dir's newest checkpoint that loads, of ckpt.pt, best.pt and ckpt_dcp/step_N; what it
     holds, of a sharded one without the tensors; {path: what is wrong with it} of newer ones that do not load.
     (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
-    sound.
+    sound; or the newest step_N has been renamed.
     """
     paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.is_file()]
     steps = [path for path in Path(out_dir, 'ckpt_dcp').glob('step_*') if re.fullmatch(r'step_\d+', path.name)]
@@ -72,10 +72,12 @@ def newest_that_loads(out_dir):
         else:
             found.append((ckpt['iter_num'], path, ckpt))
             if path in steps:
+                if path.name != f'step_{ckpt["iter_num"]}':     # the run's own, of that name, would count as older
+                    raise ValueError(f'{path} holds step {ckpt["iter_num"]}: give it its name back, or move it away')
                 break       # the older ones need no look
     if not found and torn:
         raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
-                         '--init_from=scratch --overwrite=True starts anew and deletes them')
+                         'train.py --init_from=scratch --overwrite=True starts anew and deletes them')
     if not found:
         return None, {}, {}
     _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt
@@ -109,6 +111,8 @@ def read_checkpoint(src):
         return read_checkpoint(newest)
     else:
         ckpt = read_full(src)
+        if 'labels' in ckpt:
+            raise ValueError(f'{src} is a classifier, which scripts/classify.py alone reads')
     try:
         ckpt.update(tidy(src, ckpt['model_args'], ckpt['model'], ckpt['optimizer']))
     except (LookupError, TypeError, AttributeError) as error:
@@ -260,7 +264,12 @@ def tidy(src, model_args, weights, optimizer):
              if k not in expected or getattr(weights.get(k), 'shape', None) != expected[k]]
     if wrong:
         raise ValueError(f'{src}: missing, unknown or of another shape: {", ".join(sorted(wrong)[:3])}')
+    for name, weight in weights.items():
+        if not weight.is_floating_point():      # quantized, perhaps: without its scales it means nothing
+            raise ValueError(f'{src}: {name} is of {weight.dtype}, weights are floating-point numbers')
     if not torch.equal(head, weights['transformer.wte.weight']):
+        if head.isnan().any():      # which equals nothing
+            raise ValueError(f'{src}: lm_head.weight holds NaN')
         raise ValueError(f'{src}: lm_head.weight differs from transformer.wte.weight; the two are one tensor in GPT-2')
     weights = {name: weights[name] for name in expected}
     weights['lm_head.weight'] = weights['transformer.wte.weight']  # one storage, so it is saved once
@@ -482,8 +491,12 @@ def load_hf(path):
     check_shape(f'{path}/config.json', {**model_args, 'bias': True, 'gelu': gelu}, len(tensors))
     for name, w in tensors.items():
         name = name.removeprefix('transformer.')
-        if name != 'lm_head.weight' and not name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
-            state['transformer.' + name] = (w.t() if name.endswith(TRANSPOSED) else w).contiguous().float()
+        if name.endswith(('.attn.bias', '.attn.masked_bias')):     # old masks
+            continue
+        if name != 'lm_head.weight':
+            name = f'transformer.{name}'
+        w = w.t() if name.endswith(TRANSPOSED) else w
+        state[name] = w.contiguous().float() if w.is_floating_point() else w       # tidy refuses the latter
     biases = [name for name in state if name.endswith('.bias')]
     if bias is False and not any(state[name].any() for name in biases):     # zeros that this form asks for
         for name in biases:
@@ -491,7 +504,7 @@ def load_hf(path):
     else:
         bias = True
     model_args.update(bias=bias, gelu=gelu)
-    state['lm_head.weight'] = state.get('transformer.wte.weight')
+    state.setdefault('lm_head.weight', state.get('transformer.wte.weight'))
     with torch.device('meta'):
         expected = {k: v.shape for k, v in GPT(GPTConfig(**model_args)).state_dict().items()}
     wrong = [k for k in expected.keys() | state.keys() if getattr(state.get(k), 'shape', None) != expected.get(k)]

@@ -97,7 +97,8 @@ def load_tiktoken(name):
 
 def one_line_parser(doc):
     """An argparse parser whose errors are one line. Abbreviations are off: later options may change their sense."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal can not show
+    if sys.stdout:  # None where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold what a terminal can not show
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(f"{message} (--help lists the options)")

@@ -79,6 +79,8 @@ def local_files(paths, args):
             found = files_below(path, args.out_dir, passed)
         elif path.is_file():
             found = [path]
+        elif path.exists():
+            fail(f"--input {path}: not a plain file; write its content into one")
         else:
             fail(f"--input {path}: no such file or folder")
         if not found:

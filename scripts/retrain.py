@@ -41,6 +41,7 @@ from safetensors import safe_open
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
+from data.corpus import folder_path
 from model import GPT, GPTConfig
 from scripts.common import (append_rows, bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
                             run_tokens, spearman, without)
@@ -349,7 +350,7 @@ def main():
     must_be_one_process()
     usage = 'OUT_DIR [--halves=N] [--compare=DATASET] [--seeds=N] [--jobs=N] [--windows=N] [--val=DATASET]'
     parser = one_line_parser(__doc__, usage)
-    parser.add_argument('out_dir', metavar='OUT_DIR', type=Path)
+    parser.add_argument('out_dir', metavar='OUT_DIR', type=folder_path)
     parser.add_argument('--compare', metavar='DATASET')
     parser.add_argument('--val', metavar='DATASET', default='')
     for name, default in (('halves', 100), ('seeds', 5), ('jobs', 0), ('windows', 1000)):

@@ -246,6 +246,19 @@ def test_one_line_under_torchrun(fork, tmp_path):
     assert [line for line in done.err.splitlines() if line.startswith('demo.py: ')] == ['demo.py: mine']
 
 
+@pytest.mark.parametrize('rank, world_size, port', [('1', '1', '29500'), ('0', '0', '29500'), ('0', '1', '99999')])
+def test_ranks_that_cannot_be(monkeypatch, capsys, rank, world_size, port):
+    """What a job's script has set wrongly would make a rank wait for ever."""
+    from configurator import under_torchrun
+    names = dict(RANK=rank, LOCAL_RANK='0', WORLD_SIZE=world_size, MASTER_PORT=port, MASTER_ADDR='localhost')
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        under_torchrun()
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and f'RANK={rank}' in error and port in error
+
+
 def test_fuzz(tmp_path, monkeypatch, capsys):
     """Whatever the words are: they are taken, or there is one line."""
     monkeypatch.syspath_prepend(ROOT)

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -1227,3 +1228,22 @@ def test_inspect_of_nothing_is_one_line(tmp_path):
     assert "no folder" in run("scripts/inspect_data.py", "no-such-dataset", code=2)
     for top in 0, -1:
         assert f"--top={top}" in run("scripts/inspect_data.py", tmp_path, f"--top={top}", code=2)
+
+
+def test_small_mistakes_of_a_command_line(tmp_path, monkeypatch, capsys):
+    """A closed stdout is no error, an empty folder name and a pipe are."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        corpus.one_line_parser("")
+    os.mkfifo(tmp_path / "pipe.txt")
+    args = corpus.options("", str(tmp_path / "x.py")).parse_args(["--input", str(tmp_path / "pipe.txt")])
+    with pytest.raises(SystemExit):
+        reading.local_files(args.input, args)
+    assert "pipe.txt: not a plain file" in capsys.readouterr().err
+    for script in ("shakespeare_genre", "ag_news"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["prepare.py", "--out_dir="])
+            patch.setattr(sys, "path", list(sys.path))
+            with pytest.raises(SystemExit):
+                runpy.run_path(str(ROOT / "data" / script / "prepare.py"), run_name="__main__")
+        assert "the name of the folder is empty" in capsys.readouterr().err

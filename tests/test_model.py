@@ -350,6 +350,30 @@ def test_unsupported_folders_are_named(hf, tmp_path, changes, word):
         load_hf(copied(hf[1], tmp_path, **changes))
 
 
+@pytest.mark.parametrize('name, change, word', [
+    ('lm_head.weight', lambda w: w + 1, 'differs'), ('transformer.wte.weight', lambda w: w * torch.nan, 'NaN'),
+    ('transformer.h.0.mlp.c_fc.weight', lambda w: (w * 100).to(torch.int8), 'int8')])
+def test_weights_that_mean_something_else(hf, tmp_path, name, change, word):
+    """A head of its own, though config.json says that it is tied; NaN; a quantized layer."""
+    from safetensors.torch import load_file, save_file
+
+    from weights import read_checkpoint
+    copied(hf[1], tmp_path)
+    weights = load_file(tmp_path / 'model.safetensors')
+    weights[name] = change(weights.get(name, weights['transformer.wte.weight']))
+    save_file(weights, tmp_path / 'model.safetensors')
+    with pytest.raises(ValueError, match=word):
+        read_checkpoint(str(tmp_path))
+
+
+def test_no_text_from_weights_that_hold_nan():
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=10))
+    model.transformer.h[0].mlp.c_fc.weight.data.fill_(torch.nan)
+    for temperature in (0, 1):
+        with pytest.raises(ValueError, match='NaN'):
+            model.generate(torch.zeros(1, 1, dtype=torch.long), 2, temperature)
+
+
 def test_incomplete_folders(hf, tmp_path):
     with pytest.raises(ValueError, match='config.json'):
         load_hf(tmp_path)

@@ -307,3 +307,32 @@ def test_torchrun_restarts_by_itself(run, tiny, tmp_path):
     assert same(weights(tmp_path / 'out' / 'ckpt_dcp' / 'step_12'), weights(run('fsdp2') / 'ckpt_dcp' / 'step_12'))
     steps, _ = log_of(tmp_path / 'out')
     assert steps.keys() == set(range(12))
+
+
+def test_what_a_checkpoint_says_of_another_folder_or_text(tmp_path):
+    """The best loss on other validation tokens is no measure; and a renamed step_N is refused, since those that the run
+    writes later would count as older and be deleted."""
+    from checkpoint import choose_start
+    from model import GPT, GPTConfig
+    from scripts.export import export
+    args = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=10, bias=False)
+    meta = {'vocab_size': 10, 'splits': {'train': {'tokens': 90}, 'val': {'tokens': 20, 'sha256': 'a'}}}
+    torch.save({'model': GPT(GPTConfig(**args)).state_dict(), 'optimizer': {}, 'model_args': args,
+                'iter_num': 3, 'best_val_loss': 1.5, 'config': {}, 'meta': meta, 'samples_seen': 12},
+               tmp_path / 'ckpt.pt')
+
+    def start(out_dir, init_from='resume', overwrite=False, **splits):
+        config = dict(init_from=init_from, out_dir=str(out_dir), optimizer='adamw', new_tokenizer=False, dataset='x',
+                      overwrite=overwrite, eval_only=False)
+        return choose_start(config, set(), {**meta, 'splits': {**meta['splits'], **splits}})
+    assert start(tmp_path)['best_val_loss'] == 1.5
+    assert start(tmp_path, train={'tokens': 80})['best_val_loss'] == 1.5
+    assert start(tmp_path, val={'tokens': 20, 'sha256': 'b'})['best_val_loss'] == float('inf')
+    export(str(tmp_path), str(tmp_path / 'hf'), 'hf')
+    with pytest.raises(ValueError, match="hf/config.json is no run's"):     # a new run there would destroy it
+        start(tmp_path / 'hf', init_from=str(tmp_path / 'hf'), overwrite=True)
+    export(str(tmp_path), str(tmp_path / 'parts'), 'sharded')
+    assert start(tmp_path / 'parts')['resumed_from'].endswith('step_3')
+    os.rename(tmp_path / 'parts/ckpt_dcp/step_3', tmp_path / 'parts/ckpt_dcp/step_99')
+    with pytest.raises(ValueError, match='step_99 holds step 3'):
+        start(tmp_path / 'parts')

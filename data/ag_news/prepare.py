@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 from configurator import fail, one_line
 from data.bins import shuffled
-from data.corpus import one_line_parser
+from data.corpus import folder_path, one_line_parser
 from data.download import Unavailable, fetch, hub_files
 from data.labelled import KINDS, read_labelled, write_labelled
 from data.reading import need
@@ -73,9 +73,9 @@ def read(path):
 if __name__ == "__main__":
     parser = one_line_parser(__doc__)
     parser.add_argument("--input", nargs=2, metavar=("TRAIN", "TEST"), type=Path, help="local files instead")
-    parser.add_argument("--out_dir", default=Path(__file__).resolve().parent, type=Path,
+    parser.add_argument("--out_dir", default=Path(__file__).resolve().parent, type=folder_path,
                         help="where the output goes (beside the script)")
-    parser.add_argument("--download_dir", type=Path, help="where downloads are kept (OUT_DIR/download)")
+    parser.add_argument("--download_dir", type=folder_path, help="where downloads are kept (OUT_DIR/download)")
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of train that goes to val.csv (0.05)")
     parser.add_argument("--seed", type=int, default=1337, help="of the choice of these rows (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace other rows there")

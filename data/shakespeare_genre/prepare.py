@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 from configurator import fail, one_line
 from data.bins import find_folder, shuffled
-from data.corpus import add_encoding, one_line_parser
+from data.corpus import add_encoding, folder_path, one_line_parser
 from data.labelled import write_labelled
 from data.reading import BadInput
 from data.shakespeare.plays import text_of
@@ -69,7 +69,7 @@ def split_plays(text, chars, source):
 if __name__ == "__main__":
     parser = one_line_parser(__doc__)
     parser.add_argument("--input", help="the text, in tiny Shakespeare's form")
-    parser.add_argument("--out_dir", default=Path(__file__).resolve().parent, type=Path,
+    parser.add_argument("--out_dir", default=Path(__file__).resolve().parent, type=folder_path,
                         help="where the output goes (beside the script)")
     parser.add_argument("--chars", type=int, default=400, help="least length of a passage, characters (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace other rows there")
