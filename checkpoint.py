@@ -528,14 +528,15 @@ def write_valset(out_dir, offsets, X, Y):
     write_file(Path(out_dir, 'grad_dotprods', 'valset.safetensors'), content)
 
 
-def write_scored(out_dir, rows, names, train_bin, steps_done):
+def write_scored(out_dir, rows, names, bins, steps_done):
     """Scored steps, a dict of numbers and arrays each, -> grad_dotprods/iter_NNNNNN.safetensors, by rank 0; names: of
-    the parameters; train_bin: the fingerprint of the tokens that the offsets are of. Empties rows."""
+    the parameters; bins: the fingerprints of the tokens, train_bin (which the offsets are of) and val_bin. Empties
+    rows."""
     if rows and is_rank0():
         columns = {key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in rows[0]}
         folder = Path(out_dir, 'grad_dotprods')
         folder.mkdir(exist_ok=True)
-        content = to_safetensors(columns, {'parameters': json.dumps(names), 'train_bin': train_bin})
+        content = to_safetensors(columns, {'parameters': json.dumps(names), **bins})
         write_file(folder / f'iter_{steps_done:06d}.safetensors', content)
     rows.clear()
 

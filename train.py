@@ -237,6 +237,7 @@ if bins['train'][0].parent == Path(dataset):
 if use_ghost:
     with one_line():
         bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
+    ghost_bins = dict(train_bin=meta['fingerprint'], val_bin=fingerprint(bins['ghost'][0], metas['ghost']))
     ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
     require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
             f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
@@ -519,7 +520,7 @@ def ghost_end_step(finite):
         else:
             say(f'step {iter_num}: not scored, since the validation gradient is not finite in {dtype}')
     if (iter_num + 1) % ghost_save_interval == 0:
-        write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num + 1)
+        write_scored(out_dir, ghost_unwritten, ghost_names, ghost_bins, iter_num + 1)
 
 # ---- gradient dumps --------------------------------------------------------------------------------------------------
 def dump_gradients():
@@ -570,7 +571,7 @@ def loss_is_finite():
 def finish_writing():
     """Write what is pending, and wait for a checkpoint that is written in the background; all ranks participate."""
     if use_ghost:
-        write_scored(out_dir, ghost_unwritten, ghost_names, meta['fingerprint'], iter_num)
+        write_scored(out_dir, ghost_unwritten, ghost_names, ghost_bins, iter_num)
     finish_saving(keep_checkpoints)
 
 def save(last, best):

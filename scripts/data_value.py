@@ -48,15 +48,18 @@ def read_ghost(out_dir):
 
     value is in nats per token, float64 (arXiv:2406.11011, first order). A step that lies in two files, as after a copy
     of one run over another, is taken from the later one. Samples whose value is not finite are left out, with a note.
-    ValueError (one line): no file, a torn one, or nothing in them.
+    ValueError (one line): no file, a torn one, nothing in them, or values that are of different tokens.
     """
     paths = sorted(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
     if not paths:
         raise ValueError(f'{out_dir}: no grad_dotprods/iter_*.safetensors; give the out_dir of a use_ghost=True run')
-    parts = []
+    parts, bins = [], {'train_bin': set(), 'val_bin': set()}
     for path in paths:
         try:
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
+                record = file.metadata() or {}
+                for name in bins.keys() & record.keys():        # older runs have neither
+                    bins[name].add(record[name])
                 part = {name: file.get_tensor(name) for name in PER_STEP + PER_SAMPLE}
             steps, shape = len(part['iter']), part['offset'].shape
             if any(part[name].shape != (steps,) for name in PER_STEP) or shape[:1] != (steps,) or len(shape) != 2:
@@ -69,6 +72,10 @@ def read_ghost(out_dir):
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f'{path}: torn or not of train.py ({error}); '
                              'move it away and the others can be read') from None
+    for name, seen in bins.items():
+        if len(seen) > 1:
+            raise ValueError(f'{out_dir}: its values are of {len(seen)} different {name.replace("_", ".")}, so they are '
+                             'no sum: of the files in grad_dotprods move those of all but one away')
     file_of = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
     per_step, per_sample = [], []
     for number, part in enumerate(parts):
@@ -142,9 +149,6 @@ def check_tokens_seen(out_dir, folder, then, now):
         with safe_open(path, 'numpy') as file:
             train_bins.add((file.metadata() or {}).get('train_bin'))
     train_bins.discard(None)    # older runs have it not
-    if len(train_bins) > 1:
-        raise ValueError(f'{out_dir}: its values are of {len(train_bins)} different train.bin: other text under the '
-                         'same offsets')
     if train_bins:
         seen, there = train_bins.pop(), fingerprint(folder / 'train.bin', now)
     if seen and there and seen != there:

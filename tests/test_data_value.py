@@ -301,12 +301,12 @@ def command(monkeypatch, capsys):
     return run_it
 
 
-def change(run, function, train_bins=()):
-    """Apply function to the columns of each file of values; train_bins: what their metadata name, in their order."""
-    for path, name in itertools.zip_longest(sorted((run / 'grad_dotprods').iterdir()), train_bins):
+def change(run, function, names=(), of='train_bin'):
+    """Apply function to the columns of each file of values; names: what their metadata's `of` is, in their order."""
+    for path, name in itertools.zip_longest(sorted((run / 'grad_dotprods').iterdir()), names):
         columns = load_file(path)
         function(columns)
-        save_file(columns, path, {'train_bin': name} if name else None)
+        save_file(columns, path, {of: name} if name else None)
 
 
 def test_drop_checks_all_before_it_writes(tmp_path, command):
@@ -339,8 +339,10 @@ def test_drop_checks_all_before_it_writes(tmp_path, command):
         change(run, lambda columns: columns['offset'].put(0, wrong))
         refuses(what)
         change(run, lambda columns: columns['offset'].put(0, OFFSETS[0][0] if len(columns['iter']) == 2 else 8))
-    for names, what in ((['one', 'two'], '2 different train.bin'), (['one', 'one'], 'prepared anew')):
-        change(run, lambda columns: None, names)
+    for names, of, what in ((['one', 'two'], 'val_bin', '2 different val.bin'),
+                            (['one', 'two'], 'train_bin', '2 different train.bin'),
+                            (['one', 'one'], 'train_bin', 'prepared anew')):
+        change(run, lambda columns: None, names, of)
         refuses(what)
     change(run, lambda columns: columns['dot_product'].fill(np.inf))
     refuses('no scored sample')
