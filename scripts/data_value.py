@@ -74,8 +74,8 @@ def read_ghost(out_dir):
                              'move it away and the others can be read') from None
     for name, seen in bins.items():
         if len(seen) > 1:
-            raise ValueError(f'{out_dir}: its values are of {len(seen)} different {name.replace("_", ".")}, so they are '
-                             'no sum: of the files in grad_dotprods move those of all but one away')
+            raise ValueError(f'{out_dir}: its values are of {len(seen)} different {name.replace("_", ".")}, so they'
+                             ' are no sum: of the files in grad_dotprods move those of all but one away')
     file_of = {step: number for number, part in enumerate(parts) for step in part['iter'].tolist()}
     per_step, per_sample = [], []
     for number, part in enumerate(parts):
