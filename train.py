@@ -800,5 +800,6 @@ if distributed:
     dist.destroy_process_group()
     exit_codes.append(exit_code)
 if stopping:
-    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
+    then = '--init_from=auto goes on from there' if iter_num > 0 else 'nothing is saved yet'
+    say(f'stopped by a signal after {iter_num} steps; {then}')
     sys.exit(exit_code)
