@@ -200,8 +200,8 @@ def test_devices_and_dtypes(monkeypatch, capsys):
             choose_device('mps', dtype)
         assert says in capsys.readouterr().err
     assert choose_device('mps', 'auto') == ('mps', 'float32') and choose_device('cpu', 'bfloat16')[1] == 'bfloat16'
-    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT', 'MASTER_ADDR'):
-        monkeypatch.setenv(name, '0')
+    for name, value in dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_PORT='1', MASTER_ADDR='here').items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         choose_device('mps', 'float32')
     assert 'mps takes one process' in capsys.readouterr().err
