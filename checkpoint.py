@@ -133,14 +133,14 @@ def choose_start(config, given, meta):
     if facts['resumed_from'] is not None:
         start.update(start_there, model_args=shape_of(complete(start_there['model_args'])))
         if 'samples_seen' not in start_there:       # an older checkpoint, or nanoGPT's: all its steps were alike
-            step = {**config, **(start['config'] or {})}
+            step = {**config, **start['config']}
             start['samples_seen'] = start['iter_num'] * step['batch_size'] * step['gradient_accumulation_steps']
         then, now = (((record or {}).get('splits') or {}).get('val') for record in (start['meta'], meta))
         if then and then != now:        # losses on other text do not compare
             start['best_val_loss'] = math.inf
         facts['sharded'] = os.path.isdir(facts['resumed_from'])
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
-        trained_by = (start['config'] or {}).get('optimizer', 'adamw')
+        trained_by = start['config'].get('optimizer', 'adamw')
         if trained_by != config['optimizer'] and (facts['sharded'] or start['optimizer']):
             raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: --optimizer={trained_by}, '
                              'or begin a new run with its weights, in another out_dir')

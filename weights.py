@@ -127,6 +127,8 @@ def read_full(path):
     try:
         with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
             is_whole = zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:      # spoilt, so that it seems to be a part of several
+        is_whole = False
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}') from error
     if not is_whole:
@@ -171,7 +173,7 @@ def check_fields(src, ckpt):
         ckpt['best_val_loss'] = float(ckpt.get('best_val_loss', math.inf))
         if ckpt.get('meta'):
             check_meta({'vocab_size': 1, **ckpt['meta']})       # of a folder without a record it says no more
-        config = ckpt.get('config') or {}
+        config = ckpt['config'] = ckpt['config'] or {}
         for name, kind in (('dataset', str), ('batch_size', int), ('gradient_accumulation_steps', int)):
             if not isinstance(config.get(name, kind()), kind):
                 raise ValueError(f'config.{name} is {config[name]!r:.40}')

@@ -379,6 +379,8 @@ def test_a_field_that_is_missing_is_an_older_checkpoints(sharded, tmp_path):
         'model_args', 'iter_num', 'param_groups')}))
     found = newest_that_loads(tmp_path)[1]
     assert found['config'] == found['scaler'] == {} and found['meta'] is None and found['iter_num'] == 2
+    (folder / 'state.json').write_text(json.dumps({**state, 'config': None}))
+    assert newest_that_loads(tmp_path)[1]['config'] == {}
 
 
 def test_metadata_that_leaves_values_out_is_refused(sharded, tmp_path):
