@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -66,6 +67,14 @@ def connect(backend, timeout_minutes, device=None):
     return timeout
 
 
+def make_mesh(device_type, timeout, **sizes):
+    """A torch DeviceMesh of all ranks with these named dimensions, the ranks of the last one next to each other."""
+    mesh = dist.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:      # torch gives their groups its own timeout
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh[name].get_group())
+    return mesh
+
+
 def is_rank0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -97,6 +106,44 @@ def on_rank0(function, *args):
     if problem is not None:
         raise ValueError(problem)
     return result
+
+
+# ---- what a run says, and how it is stopped --------------------------------------------------------------------------
+def tell(message, stream, end='\n'):
+    """A line of a run's; where it can not be printed, training goes on."""
+    try:
+        print(message, end=end, flush=True, file=stream)
+    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def log_record(path, record):
+    """Append {name: number or None} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
+    for name, value in record.items():
+        if value is not None and not math.isfinite(value):
+            record[name] = None
+    try:
+        with open(path, 'a') as file:
+            file.write(json.dumps(record) + '\n')
+    except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
+        tell(f'warning: {path} is not written: {error.strerror}', sys.stdout)
+
+
+def catch_signals():
+    """A list to which SIGINT, SIGTERM and SIGHUP add their number when they come, so that a run can end after its step;
+    the same signal again kills as usual."""
+    came = []
+
+    def on_signal(number, frame):
+        came.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        if is_rank0():
+            with suppress(OSError):     # the terminal may be gone; print is not reentrant
+                os.write(2, b'stopping after this step; the same signal again kills at once\n')
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+            signal.signal(getattr(signal, name), on_signal)
+    return came
 
 
 # ---- where a run starts ----------------------------------------------------------------------------------------------

@@ -75,6 +75,18 @@ def under_torchrun():
     return True
 
 
+def check_numbers(config, counts):
+    """End with one line if a setting is out of range. counts: names, with spaces between, of those that begin at 1; all
+    other numbers begin at 0, and probabilities and Adam's betas are below 1."""
+    limits = {'n_layer': 2**16, 'timeout_minutes': 2**26,       # more would take all memory; 127 years
+              'dropout': 1, 'beta1': 1, 'beta2': 1}
+    for name, value in config.items():
+        low, high = (1, 2**31) if name in counts.split() else (0, 2**63)
+        high = limits.get(name, high)
+        if isinstance(value, (int, float)) and not low <= value < high:
+            fail(f'{name}={value}: must be at least {low} and below {high}')
+
+
 def fail(message, code=2, every_rank=False):
     """
     End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for

@@ -14,14 +14,13 @@ Every global of the next section is set by a config file of `name = value` lines
 All modes compute the same up to rounding: for one global batch they give the same losses and weights, but for dropout,
 whose masks differ from rank to rank.
 """
-import json
 import math
 import os
 import re
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from checkpoint import (SHAPE, begin_out_dir, check_out_dir, connect, excepthook, exit_codes, find_start, finish_saving,
-                        load_start, on_rank0, save_checkpoint, save_gradients)
-from configurator import configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, fingerprint, find_bin, hash64, read_tokens, sample_offsets
+from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, connect, excepthook, exit_codes, find_start,
+                        finish_saving, load_start, log_record, make_mesh, on_rank0, save_checkpoint, save_gradients,
+                        tell)
+from configurator import check_numbers, configure, fail, one_line, under_torchrun
+from data.bins import check_tokens, fingerprint, find_bin, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
 from muon import Muon
@@ -148,10 +148,7 @@ def say(message, passing=False):
     clear, end = '', '\n'
     if sys.stdout and sys.stdout.isatty():      # it is None where the standard output is closed
         clear, end = '\r\033[K', '' if passing else '\n'
-    try:
-        print(clear + message, end=end, flush=True)
-    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    tell(clear + message, sys.stdout, end)
 
 has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
 if device == 'auto':
@@ -170,19 +167,12 @@ if compile == 'auto':
 config.update(device=device, dtype=dtype, compile=compile)
 
 # ---- checks: all come before the first write -------------------------------------------------------------------------
-counts = '''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size
+check_numbers(config, counts='''eval_interval eval_iters log_interval gradient_accumulation_steps batch_size block_size
     n_layer n_head n_embd timeout_minutes
     fsdp_replicate
     ghost_val_batch_size ghost_interval ghost_save_interval
     grad_dump_step_interval grad_dump_save_first_n
-    '''.split()
-for name, value in config.items():
-    low, high = (1, 2**31) if name in counts else (0, 2**63)
-    high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # more would take all memory; 127 years
-    if isinstance(value, (int, float)):
-        require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
-for name in ('dropout', 'beta1', 'beta2'):
-    require(config[name] < 1, f'{name}={config[name]}: must be at least 0 and below 1')
+    ''')
 choices = dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
                data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
                compile=('auto', True, False, 'blocks'), optimizer=('adamw', 'muon'))
@@ -227,13 +217,8 @@ if grad_dump:
             f'grad_dump_start_step={grad_dump_start_step}: the last step of max_iters={max_iters} is {max_iters - 1}')
 
 # ---- the dataset -----------------------------------------------------------------------------------------------------
-bins, metas = {}, {}    # {split: (path, dtype, tokens)}, {split: what prepare.py recorded}
 with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
-    bins['train'], metas['train'] = find_bin(dataset, 'train')
-    bins['val'], metas['val'] = find_bin(dataset, 'val')
-meta = {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}     # of these very tokens
-if bins['train'][0].parent == Path(dataset):
-    config['dataset'] = os.path.abspath(dataset)    # not data/NAME but a path: for scripts that run elsewhere
+    bins, metas, meta = find_data(config)
 if use_ghost:
     with one_line():
         bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
@@ -347,9 +332,7 @@ if use_fsdp:
     # the ranks of a row of the mesh share one copy of the model, and rows then average their shards of the gradients.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     shards = world_size // fsdp_replicate
-    mesh = dist.init_device_mesh(device_type, (fsdp_replicate, shards), mesh_dim_names=('replicate', 'shard'))
-    for name in mesh.mesh_dim_names:    # torch gives them its own timeout
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh[name].get_group())
+    mesh = make_mesh(device_type, timeout, replicate=fsdp_replicate, shard=shards)
     replicas, replica_group = fsdp_replicate, mesh['replicate'].get_group()
     policy = dict(mesh=mesh['shard'], reshard_after_forward=fsdp_reshard_after_forward, offload_policy=OffloadPolicy())
     mode = 'FSDP'
@@ -533,8 +516,6 @@ def dump_gradients():
             say(f'dumped the gradients of step {iter_num} in {time.perf_counter() - began:.2f} s')
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
-stop_signal = 0     # of SIGTERM or Ctrl-C, once it has come
-
 @torch.no_grad()
 def evaluate():
     """Mean loss of each split, nats, over eval_iters batches of evenly spread windows; None if a signal came."""
@@ -551,7 +532,7 @@ def evaluate():
                 loss = model(X, Y).mean()
             if k + rank < eval_iters:       # a rank with no batch left still computes one, since it may hold shards
                 total += loss
-            signals = mean_over_ranks(torch.full((), float(stop_signal), device=device))
+            signals = mean_over_ranks(torch.full((), float(len(stop_signals)), device=device))
             if signals.item() > 0:          # all ranks leave at the same batch
                 return None
         means[split] = mean_over_ranks(total).item() * world_size / eval_iters      # the sum over all batches / number
@@ -614,14 +595,7 @@ def log(record):
     """A line of log.jsonl, and wandb."""
     if not master_process or eval_only:
         return
-    for name, value in record.items():      # JSON has no NaN
-        if value is not None and not math.isfinite(value):
-            record[name] = None
-    try:
-        with open(log_file, 'a') as f:
-            f.write(json.dumps(record) + '\n')
-    except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
-        say(f'warning: {log_file} is not written: {error.strerror}')
+    log_record(log_file, record)
     if wandb_log:
         wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
 
@@ -644,18 +618,7 @@ if iter_num >= max_iters:
     say(f'step {iter_num:,} is reached already, so there is nothing to train')
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
-def on_signal(number, frame):
-    """Finish the step, save, exit; the same signal again kills as usual."""
-    global stop_signal
-    stop_signal = number
-    signal.signal(number, signal.SIG_DFL)
-    if master_process:
-        with suppress(OSError):     # the terminal may be gone; print is not reentrant
-            os.write(2, b'stopping after this step; the same signal again kills at once\n')
-
-for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
-    if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-        signal.signal(getattr(signal, name), on_signal)
+stop_signals = catch_signals()      # those that have come
 model.train()
 X, Y = train_batch(iter_num, 0)
 if use_ddp and not eval_only:
@@ -738,7 +701,7 @@ while True:
     grad_norm = torch.nn.utils.clip_grad_norm_(params.values(), grad_clip or math.inf)      # inf only measures it
     grad_norm = full(grad_norm).to(device)
     # here the host waits for the GPU; all ranks get the same numbers, and so decide alike
-    stop = torch.full((), stop_signal, device=device)
+    stop = torch.full((), float(len(stop_signals)), device=device)
     rank_losses = torch.zeros(world_size, device=device)
     rank_losses[rank] = train_loss          # each rank's in its own place, so that the largest can be logged
     numbers = torch.cat((torch.stack([n.float() for n in (train_loss, grad_norm, stop)]), rank_losses))
@@ -794,7 +757,7 @@ if wandb_log and master_process and not eval_only:
     wandb.finish()
 exit_code = 0
 if stopping:
-    exit_code = 128 + (stop_signal or signal.SIGTERM)
+    exit_code = 128 + (stop_signals[0] if stop_signals else signal.SIGTERM)
 if distributed:
     dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()

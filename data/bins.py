@@ -212,6 +212,19 @@ def find_bin(name, split):
     return (path, dtype, tokens), meta
 
 
+def find_data(config):
+    """({split: (path, dtype, tokens)}, {split: load_meta's record}, the training data's record with the fingerprint of
+    its tokens) of a config's dataset. The config then names it not as data/NAME but by its path, for scripts that run
+    elsewhere. ValueError (one line) if it is missing."""
+    bins, metas, name = {}, {}, config["dataset"]
+    for split in ("train", "val"):
+        bins[split], metas[split] = find_bin(name, split)
+    path = bins["train"][0]
+    if path.parent == Path(name):
+        config["dataset"] = os.path.abspath(name)
+    return bins, metas, {**metas["train"], "fingerprint": fingerprint(path, metas["train"])}
+
+
 def check_tokens(bin, meta, block_size, vocab_size):
     """ValueError (one line) if a bin, as find_bin gives it, is shorter than a sample, or holds ids beyond the
     vocabulary: the record's (GPT-2's without one), or vocab_size, how many ids a model has, if that is smaller. Looks

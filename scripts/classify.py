@@ -19,14 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (barrier, begin_out_dir, check_out_dir, connect, excepthook, exit_codes, load_start, on_rank0,
-                        save_checkpoint)
-from configurator import configure, fail, one_line, under_torchrun
+from checkpoint import (barrier, begin_out_dir, check_out_dir, excepthook, exit_codes, load_start, log_record, on_rank0,
+                        save_checkpoint, tell)
+from configurator import check_numbers, configure, fail, one_line, under_torchrun
 from data.bins import find_folder, hash64, shuffled
 from data.corpus import get_tokenizer
 from data.labelled import encode_rows, read_dataset, read_texts
 from model import GPT, GPTConfig, Linear
-from scripts.common import choose_device, confusion, draw_confusion, find_classifier, log_record, printing, tell
+from scripts.common import choose_device, confusion, draw_confusion, find_classifier, join_ranks, printing
 from weights import read_full
 
 # ---- run -------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ config, given = configure(globals())
 sys.excepthook = excepthook(out_dir)
 distributed, rank, world_size = under_torchrun(), 0, 1
 if distributed:
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'))
+    rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
 
 def require(condition, message):
     """Every check of the settings: if the condition does not hold, the run ends with this line."""
@@ -84,21 +84,13 @@ def say(message):
 
 # ---- checks, ranks, rows, where to start: before the first write -----------------------------------------------------
 device, dtype = config['device'], config['dtype'] = choose_device(device, dtype)
-counts = '''log_interval epochs gradient_accumulation_steps batch_size block_size n_layer n_head n_embd
-    timeout_minutes'''.split()
-for name, value in config.items():
-    low, high = 1 if name in counts else 0, 1 if name == 'dropout' else 2**31
-    high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # as in train.py
-    if isinstance(value, (int, float)):
-        require(low <= value < high, f'{name}={value}: must be at least {low} and below {high}')
+check_numbers(config, counts="""log_interval epochs gradient_accumulation_steps batch_size block_size n_layer n_head
+    n_embd timeout_minutes""")
 require(not (distributed and predict), 'predict takes one process: start it without torchrun')
 require(gradient_accumulation_steps % world_size == 0, f'gradient_accumulation_steps={gradient_accumulation_steps} '
         f'counts micro-batches of all {world_size} ranks and must be a multiple of that')
 if distributed:
-    if device == 'cuda':
-        require(local_rank < torch.cuda.device_count(), f'more processes than GPUs, {torch.cuda.device_count()}')
-        torch.cuda.set_device(local_rank)
-    connect('cpu:gloo,cuda:nccl' if device == 'cuda' else 'gloo', timeout_minutes)
+    join_ranks(device, timeout_minutes)
 tokens, targets = {}, {}    # {split: [int64 (length,)]}, {split: index of each row's label (rows,)}
 with one_line():
     columns = find_folder(dataset), label_column, text_column

@@ -6,11 +6,9 @@ import io
 import json
 import math
 import os
-import signal
 import sys
 import warnings
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -134,19 +132,6 @@ def run_tokens(config, meta):
     return train, record
 
 
-def find_data(config):
-    """
-    ({split: (path, dtype, tokens)}, {split: what prepare.py recorded}, the record of the training data with its
-    fingerprint) of a config's dataset, whose path becomes absolute there. ValueError (one line) if it is missing.
-    """
-    bins, metas, dataset = {}, {}, config['dataset']
-    for split in ('train', 'val'):
-        bins[split], metas[split] = find_bin(dataset, split)
-    if bins['train'][0].parent == Path(dataset):
-        config['dataset'] = os.path.abspath(dataset)
-    return bins, metas, {**metas['train'], 'fingerprint': fingerprint(bins['train'][0], metas['train'])}
-
-
 def without(tokens, dropped, block_size):
     """The tokens without the windows (windows,) that are dropped. The rest moves up, so the last target of a window
     before a gap becomes the first token behind it; what follows the last window stays."""
@@ -232,21 +217,10 @@ def choose_device(device, dtype):
     return device, dtype
 
 
-def check_numbers(config, counts):
-    """End with one line if a setting is out of range. counts: names, with spaces between, of those that begin at 1; all
-    other numbers begin at 0, and probabilities and Adam's betas are below 1."""
-    for name, value in config.items():
-        low, high = (1, 2**31) if name in counts.split() else (0, 2**63)
-        high = {'n_layer': 2**16, 'timeout_minutes': 2**26}.get(name, high)     # as in train.py
-        if isinstance(value, (int, float)) and not low <= value < high:
-            fail(f'{name}={value}: must be at least {low} and below {high}')
-        if name in ('dropout', 'beta1', 'beta2') and value >= 1:
-            fail(f'{name}={value}: must be below 1')
-
-
 def join_ranks(device, timeout_minutes):
     """Connect this process with the others that torchrun has started; each takes a GPU if device is 'cuda'. One that
-    waits for another gives up after so many minutes. Returns (rank, this rank's device: 'cpu', 'cuda:0')."""
+    waits for another gives up after so many minutes. Returns (rank, this rank's device, 'cpu' or 'cuda:0', the
+    timeout)."""
     import torch
 
     from checkpoint import connect
@@ -260,17 +234,7 @@ def join_ranks(device, timeout_minutes):
         device = f'cuda:{local_rank}'
         device_id = torch.device(device)
         torch.cuda.set_device(device_id)
-    connect(backend, timeout_minutes, device_id)
-    return rank, device
-
-
-def make_mesh(device, timeout_minutes, **sizes):
-    """A torch DeviceMesh of all ranks with these named dimensions, the ranks of the last one next to each other."""
-    import torch.distributed as dist
-    mesh = dist.init_device_mesh(device.split(':')[0], tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes:      # torch gives them its own timeout
-        dist.distributed_c10d._set_pg_timeout(timedelta(minutes=timeout_minutes), mesh[name].get_group())
-    return mesh
+    return rank, device, connect(backend, timeout_minutes, device_id)
 
 
 def peak_memory(device):
@@ -284,42 +248,9 @@ def peak_memory(device):
     return most.item()
 
 
-def catch_signals():
-    """A list to which SIGINT, SIGTERM and SIGHUP add their number when they come, so that a run can end after its step;
-    the same signal again kills as usual."""
-    came = []
-
-    def on_signal(number, frame):
-        came.append(number)
-        signal.signal(number, signal.SIG_DFL)
-    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
-        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
-            signal.signal(getattr(signal, name), on_signal)
-    return came
-
-
-def tell(message, stream):
-    """A line of a run's; where it can not be printed, training goes on."""
-    try:
-        print(message, flush=True, file=stream)
-    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def log_record(path, record):
-    """Append {name: number or None} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
-    for name, value in record.items():
-        if value is not None and not math.isfinite(value):
-            record[name] = None
-    try:
-        with open(path, 'a') as file:
-            file.write(json.dumps(record) + '\n')
-    except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
-        tell(f'warning: {path} is not written: {error.strerror}', sys.stdout)
-
-
 def log_step(path, **record):
     """A training step as a line on stdout, and as one of the log.jsonl at path; what is None is n/a."""
+    from checkpoint import log_record, tell
     mfu, memory = record['mfu'], record['memory_gib']
     tell(f'step {record["iter"]}: loss {record["loss"]:.4f}, lr {record["lr"]:.2e}, norm {record["grad_norm"]:.3f}, '
          f'{record["ms"]:.1f} ms, {record["tokens_per_s"]:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '

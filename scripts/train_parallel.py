@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +34,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from checkpoint import (SHAPE, begin_out_dir, check_out_dir, excepthook, exit_codes, find_start, finish_saving,
-                        load_start, save_sharded, state_of)
-from configurator import configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, hash64, read_tokens, sample_offsets
+from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, excepthook, exit_codes, find_start,
+                        finish_saving, load_start, log_record, make_mesh, save_sharded, state_of, tell)
+from configurator import check_numbers, configure, fail, one_line, under_torchrun
+from data.bins import check_tokens, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, Attention, GPTConfig
-from scripts.common import (catch_signals, check_numbers, choose_device, find_data, join_ranks, log_record, log_step,
-                            lr_at, make_mesh, peak_memory, tell)
+from scripts.common import choose_device, join_ranks, log_step, lr_at, peak_memory
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
 tensor_parallel = 1                 # ranks that share every matrix; they talk in every layer, so: within one machine
@@ -124,7 +122,7 @@ def require_multiple(size, name, parts, of):
 
 require(under_torchrun(), 'start by torchrun --standalone --nproc_per_node=N scripts/train_parallel.py ...')
 device, dtype = choose_device(device, dtype)
-on_gpu = device == 'cuda'
+device_type, on_gpu = device, device == 'cuda'
 if compile == 'auto':
     compile = on_gpu
 config.update(device=device, dtype=dtype, compile=compile)
@@ -150,11 +148,11 @@ require(pipeline_parallel > 1 or not interleaved, 'pipeline_schedule=interleaved
 num_stages = pipeline_parallel * 2 if interleaved else pipeline_parallel
 
 # ---- connect the ranks: the mesh -------------------------------------------------------------------------------------
-rank, device = join_ranks(device, timeout_minutes)      # 'cpu', or this rank's GPU: 'cuda:0'
+rank, device, timeout = join_ranks(device, timeout_minutes)     # 'cpu', or this rank's GPU: 'cuda:0'
 # Neighbouring ranks share matrices, farther ones tokens, then samples, then blocks: what talks most is nearest.
-mesh = make_mesh(device, timeout_minutes, pipeline=pipeline_parallel, replicate=fsdp_replicate, shard=shards,
+mesh = make_mesh(device_type, timeout, pipeline=pipeline_parallel, replicate=fsdp_replicate, shard=shards,
                  tensor=tensor_parallel)
-by_context = make_mesh(device, timeout_minutes, others=data_ranks * pipeline_parallel, context=context_parallel,
+by_context = make_mesh(device_type, timeout, others=data_ranks * pipeline_parallel, context=context_parallel,
                        tensor=tensor_parallel)
 pipeline_rank, tensor_rank = mesh.get_local_rank('pipeline'), mesh.get_local_rank('tensor')
 context_mesh, data_rank = by_context['context'], by_context.get_local_rank('others') % data_ranks
@@ -346,7 +344,7 @@ opt = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, beta
 TIED, tied_group = 'transformer.wte.weight', None
 if pipeline_parallel > 1:
     for ranks in mesh.mesh.flatten(1).T.tolist():       # of one pipeline
-        group = dist.new_group([ranks[0], ranks[-1]], timeout=timedelta(minutes=timeout_minutes))
+        group = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
         if rank in (ranks[0], ranks[-1]):
             tied_group = group          # all ranks make all groups
 copies = []     # of each parameter: how many ranks hold the same numbers as this one

@@ -15,7 +15,8 @@ import torch
 from conftest import ENV, FULL_DISK, ROOT, ckpt_of, log_of, tree
 
 from data.labelled import read_dataset, read_labelled, read_texts, write_labelled
-from scripts.common import choose_device, log_record
+from checkpoint import log_record
+from scripts.common import choose_device
 from test_data import hub
 
 CLASSIFY = os.path.join(ROOT, 'scripts', 'classify.py')
