@@ -42,6 +42,11 @@ DOMAIN_HEAD = ('domain', 'windows', 'visits', 'value', 'value_per_visit', 'value
                'value_per_visit_low', 'value_per_visit_high')
 
 
+def files_of(out_dir):
+    """The paths of a run's files of values, the latest steps last."""
+    return sorted(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
+
+
 def read_ghost(out_dir):
     """A run's scored steps, in order, and their samples: two dicts of arrays, ({iter, val_loss: (steps,)},
     {step, offset, loss, value: (samples,)}); step is an index into the first.
@@ -50,7 +55,7 @@ def read_ghost(out_dir):
     of one run over another, is taken from the later one. Samples whose value is not finite are left out, with a note.
     ValueError (one line): no file, a torn one, nothing in them, or values that are of different tokens.
     """
-    paths = sorted(Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'), key=lambda p: (len(p.name), p.name))
+    paths = files_of(out_dir)
     if not paths:
         raise ValueError(f'{out_dir}: no grad_dotprods/iter_*.safetensors; give the out_dir of a use_ghost=True run')
     parts, bins = [], {'train_bin': set(), 'val_bin': set()}
@@ -144,13 +149,10 @@ def check_tokens_seen(out_dir, folder, then, now):
     """ValueError (one line) if the tokens in the data folder are not those that all values of the run are of, as far as
     its files or its checkpoint tell. then, now: the records of read_metas."""
     seen, there = ((meta.get('splits') or {}).get('train', {}).get('sha256') for meta in (then, now))
-    train_bins = set()
-    for path in Path(out_dir, 'grad_dotprods').glob('iter_*.safetensors'):
-        with safe_open(path, 'numpy') as file:
-            train_bins.add((file.metadata() or {}).get('train_bin'))
-    train_bins.discard(None)    # older runs have it not
-    if train_bins:
-        seen, there = train_bins.pop(), fingerprint(folder / 'train.bin', now)
+    with safe_open(files_of(out_dir)[-1], 'numpy') as file:     # of all the same: read_ghost has refused others
+        recorded = (file.metadata() or {}).get('train_bin')
+    if recorded:    # by newer runs
+        seen, there = recorded, fingerprint(folder / 'train.bin', now)
     if seen and there and seen != there:
         raise ValueError(f'{folder} was prepared anew since the run: other text under the same offsets')
 
