@@ -210,7 +210,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    checkpoint = None       # torch's, set by GPT.recompute(); called from a method of the class, it can be compiled
+    recompute = None        # torch's checkpoint(), set by GPT.recompute(); called from this class, it can be compiled
 
     def __init__(self, config):
         super().__init__()
@@ -221,9 +221,9 @@ class Block(nn.Module):
 
     def forward(self, x, rows=None, cache=None, turns=None):
         # rows: named from the block on, so that all blocks are one graph; turns: rotary_tables(), None without rope
-        if self.checkpoint is None:
+        if self.recompute is None:
             return self.compute(x, rows, cache, turns)
-        return self.checkpoint(self.compute, x, rows, cache, turns)
+        return self.recompute(self.compute, x, rows, cache, turns)
 
     def compute(self, x, rows, cache, turns):
         x = x + self.attn(self.ln_1(x, rows), rows, cache, turns)
@@ -383,7 +383,7 @@ class GPT(nn.Module):
             kept = [getattr(torch.ops.aten, name).default for name in kept]
             options['context_fn'] = partial(create_selective_checkpoint_contexts, kept)
         for block in self.transformer.h:
-            block.checkpoint = partial(checkpoint, use_reentrant=False, **options)
+            block.recompute = partial(checkpoint, use_reentrant=False, **options)
 
     def param_groups(self, weight_decay, muon=False):
         """
