@@ -170,8 +170,8 @@ def check_fields(src, ckpt):
         for name in ('iter_num', 'samples_seen'):
             if not 0 <= ckpt.get(name, 0) < 2**63:
                 raise ValueError(f'{name} is {ckpt[name]}')
-        ckpt['best_val_loss'] = float(ckpt.get('best_val_loss', math.inf))
-        if ckpt.get('meta'):
+        ckpt['best_val_loss'] = float(ckpt['best_val_loss'])
+        if ckpt['meta']:
             check_meta({'vocab_size': 1, **ckpt['meta']})       # of a folder without a record it says no more
         config = ckpt['config'] = ckpt['config'] or {}
         for name, kind in (('dataset', str), ('batch_size', int), ('gradient_accumulation_steps', int)):
