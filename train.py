@@ -30,10 +30,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, connect, excepthook, exit_codes, find_start,
-                        finish_saving, load_start, log_record, make_mesh, on_rank0, save_checkpoint, save_gradients,
-                        tell)
+                        finish_saving, load_start, log_record, on_rank0, save_checkpoint, save_gradients, tell)
 from configurator import check_numbers, configure, fail, one_line, under_torchrun
-from data.bins import check_tokens, fingerprint, find_bin, find_data, hash64, read_tokens, sample_offsets
+from data.bins import check_tokens, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
 from muon import Muon
@@ -220,6 +219,7 @@ if grad_dump:
 with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
     bins, metas, meta = find_data(config)
 if use_ghost:
+    from data.bins import find_bin, fingerprint
     with one_line():
         bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
     ghost_bins = dict(train_bin=meta['fingerprint'], val_bin=fingerprint(bins['ghost'][0], metas['ghost']))
@@ -331,6 +331,8 @@ if use_fsdp:
     # forward and again in the backward pass. Its gradients are averaged and scattered: each rank keeps its shard. HSDP:
     # the ranks of a row of the mesh share one copy of the model, and rows then average their shards of the gradients.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    from checkpoint import make_mesh
     shards = world_size // fsdp_replicate
     mesh = make_mesh(device_type, timeout, replicate=fsdp_replicate, shard=shards)
     replicas, replica_group = fsdp_replicate, mesh['replicate'].get_group()
