@@ -1,5 +1,6 @@
 """
-A run's files: where it starts, loading and saving under every mode, what is forgotten. Reading alone is in weights.py.
+A run's files: where it starts, loading and saving under every mode, what is forgotten; its ranks, log and signals.
+Reading alone is in weights.py.
 
 ckpt.pt, best.pt     the last and the best checkpoint of the format 'full', one file each
 ckpt_dcp/step_N/     a 'sharded' checkpoint: each rank's part, and state.json; named step_N.tmp until it is complete
@@ -34,7 +35,8 @@ from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 
-from data.bins import FULL, GPT2_VOCAB, write_file
+from configurator import tell
+from data.bins import FULL, GPT2_VOCAB, append_rows, write_file
 from model import GPT, GPTConfig
 from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
@@ -46,13 +48,14 @@ OF_A_RUN = ('ckpt.pt', 'best.pt', 'ckpt_dcp', 'log.jsonl', 'grad_dotprods', 'gra
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 def connect(backend, timeout_minutes, device=None):
-    """Join the ranks that torchrun has started; a rank that still waits for others after 20 s says so. device: of nccl.
-    Returns the timeout, for groups that are made later."""
+    """Join the ranks that torchrun has started; a rank that still waits for others after 20 s says so. backend: 'gloo',
+    'nccl' or 'cpu:gloo,cuda:nccl'; device: this rank's torch.device, for nccl. Returns the timeout as a timedelta, for
+    groups that are made later."""
     rank, world_size = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
     timeout = timedelta(minutes=timeout_minutes)
     where = f'{os.environ["MASTER_ADDR"]}:{os.environ["MASTER_PORT"]}'
-    waiting = Timer(20, print, [f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'],
-                    {'flush': True})
+    told = f'rank {rank} waits at {where} for all {world_size} ranks (WORLD_SIZE) to come'
+    waiting = Timer(20, tell, [told, sys.stdout])
     waiting.daemon = True
     waiting.start()
     # The ranks find each other by a store of addresses, which torchrun keeps when it restarts them. Each start has its
@@ -68,7 +71,8 @@ def connect(backend, timeout_minutes, device=None):
 
 
 def make_mesh(device_type, timeout, **sizes):
-    """A torch DeviceMesh of all ranks with these named dimensions, the ranks of the last one next to each other."""
+    """A torch DeviceMesh of all ranks with these named dimensions, the ranks of the last one next to each other.
+    device_type: 'cpu' or 'cuda'; timeout: a timedelta. All ranks participate."""
     mesh = dist.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes:      # torch gives their groups its own timeout
         dist.distributed_c10d._set_pg_timeout(timeout, mesh[name].get_group())
@@ -109,35 +113,26 @@ def on_rank0(function, *args):
 
 
 # ---- what a run says, and how it is stopped --------------------------------------------------------------------------
-def tell(message, stream, end='\n'):
-    """A line of a run's; where it can not be printed, training goes on."""
-    try:
-        print(message, end=end, flush=True, file=stream)
-    except OSError:     # a closed pipe, a lost terminal, a full disk: from now on nothing is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
 def log_record(path, record):
-    """Append {name: number or None} to a log.jsonl; what is not finite becomes null, since JSON has no NaN."""
-    for name, value in record.items():
-        if value is not None and not math.isfinite(value):
-            record[name] = None
+    """Append {name: number or None} to a log.jsonl. What is not finite becomes None, since JSON has no NaN; returns the
+    record with that."""
+    record = {name: value if value is None or math.isfinite(value) else None for name, value in record.items()}
     try:
-        with open(path, 'a') as file:
-            file.write(json.dumps(record) + '\n')
+        append_rows(path, [record])
     except OSError as error:    # a full disk: the next checkpoint will tell whether that can be written
         tell(f'warning: {path} is not written: {error.strerror}', sys.stdout)
+    return record
 
 
 def catch_signals():
     """A list to which SIGINT, SIGTERM and SIGHUP add their number when they come, so that a run can end after its step;
-    the same signal again kills as usual."""
-    came = []
+    the same signal again kills as usual. To be called by the main thread."""
+    came, tells = [], is_rank0() and sys.stderr is not None     # None: it was closed at the start
 
     def on_signal(number, frame):
         came.append(number)
         signal.signal(number, signal.SIG_DFL)
-        if is_rank0():
+        if tells:
             with suppress(OSError):     # the terminal may be gone; print is not reentrant
                 os.write(2, b'stopping after this step; the same signal again kills at once\n')
     for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
@@ -520,7 +515,7 @@ def keep_newest(folder, keep):
                 (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
                 remove(old)
         except OSError as error:
-            print(f'warning: {old} is not needed any more, and can not be deleted: {error.strerror}', flush=True)
+            tell(f'warning: {old} is not needed any more, and can not be deleted: {error.strerror}', sys.stdout)
 
 
 def save_gradients(folder, gradients, first_n):
@@ -633,5 +628,5 @@ def excepthook(out_dir):
                 return
         else:
             return sys.__excepthook__(kind, error, trace)
-        print(f'{os.path.basename(sys.argv[0])}: {line}', file=sys.stderr, flush=True)
+        tell(f'{os.path.basename(sys.argv[0])}: {line}', sys.stderr)
     return report

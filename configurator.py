@@ -42,13 +42,23 @@ ELSEWHERE = dict(
     num_layers='n_layer', num_heads='n_head', d_model='n_embd')
 
 
-def print_escaped(text, stream):
-    """Print text; control characters and what the stream cannot encode come as escapes such as \\xe9."""
+def tell(text, stream, passing=False):
+    """
+    Print text on a stream; control characters and what the stream cannot encode come as escapes such as \\xe9. On a
+    terminal it takes the place of a passing line before it. Where it cannot be printed, the program goes on.
+    """
+    if stream is None:      # it was closed at the start
+        return
     text = ''.join(c if c.isprintable() or c == '\n' else repr(c)[1:-1] for c in text)
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    text = text.encode(encoding, 'backslashreplace').decode(encoding)
+    end = '\n'
+    if stream.isatty():
+        text = f'\r\033[K{text}'
+        end = '' if passing else '\n'
     try:
-        print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
-    except BrokenPipeError:     # the reader has gone, as in `--help | head -1`; Python flushes once more when it ends
+        print(text, end=end, flush=True, file=stream)
+    except OSError:     # a closed pipe, as in `--help | head -1`, a full disk: from now on nothing is printed
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -66,18 +76,20 @@ def under_torchrun():
     line if they contradict each other: such a rank would wait for ever."""
     names = 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'
     texts = [os.environ.get(name, '') for name in names]
+    texts.append(os.environ.get('LOCAL_WORLD_SIZE', '1'))       # missing where ranks are started by hand
     if not all(text.isdecimal() for text in texts) or not os.environ.get('MASTER_ADDR'):
         return False
-    rank, _, world_size, port = map(int, texts)
-    if rank >= world_size or port > 65535:
-        fail(f'the environment has RANK={rank}, WORLD_SIZE={world_size} and MASTER_PORT={port}: ranks are below '
-             'WORLD_SIZE and ports below 65536; set them right, or unset RANK to train in one process', every_rank=True)
+    rank, local_rank, world_size, port, _ = map(int, texts)
+    if not local_rank <= rank < world_size or port > 65535:
+        fail(f'the environment has RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size} and '
+             f'MASTER_PORT={port}: ranks are below WORLD_SIZE and not below LOCAL_RANK, ports below 65536; set them '
+             'right, or unset RANK to train in one process', every_rank=True)
     return True
 
 
 def check_numbers(config, counts):
     """End with one line if a setting is out of range. counts: names, with spaces between, of those that begin at 1; all
-    other numbers begin at 0, and probabilities and Adam's betas are below 1."""
+    other numbers begin at 0. counts end below 2^31 and others below 2^63, but for those in limits."""
     limits = {'n_layer': 2**16, 'timeout_minutes': 2**26,       # more would take all memory; 127 years
               'dropout': 1, 'beta1': 1, 'beta2': 1}
     for name, value in config.items():
@@ -91,11 +103,12 @@ def fail(message, code=2, every_rank=False):
     """
     End the program with one line on stderr, `script.py: message`, and an exit code: 2 for a wrong argument, 1 for
     anything else. Under torchrun all ranks of a machine find the same fault, so one of them reports it, unless
-    every_rank says that this fault is one rank's own.
+    every_rank says that this fault is one rank's own. Ranks that were started by hand report each for itself.
     """
-    if every_rank or not under_torchrun() or os.environ['LOCAL_RANK'] == '0':
+    by_hand = 'LOCAL_WORLD_SIZE' not in os.environ      # torchrun sets it
+    if every_rank or by_hand or os.environ.get('LOCAL_RANK') == '0' or not under_torchrun():
         line = f'{os.path.basename(sys.argv[0])}: {message}'
-        print_escaped(' '.join(line.split()), sys.stderr)    # one line, whatever the message quotes
+        tell(' '.join(line.split()), sys.stderr)    # one line, whatever the message quotes
     else:
         time.sleep(5)       # torchrun ends all ranks as soon as one has ended: let rank 0 be the first
     sys.exit(code)
@@ -123,7 +136,7 @@ def configure(namespace, argv=None):
     config, comments, sections = read_settings(namespace)
     if '-h' in argv or '--help' in argv:
         if not under_torchrun() or os.environ['LOCAL_RANK'] == '0':  # under torchrun once, not once a rank
-            print_escaped(help_text(namespace, config, comments, sections), sys.stdout)
+            tell(help_text(namespace, config, comments, sections), sys.stdout)
         sys.exit(0)
     choices = {name: listed(default, comments[name]) for name, default in config.items()}
     given = set()

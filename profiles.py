@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from configurator import tell
 from data.bins import write_file
 
 WARM_UP = 2         # steps of a run before the first that is profiled: they compile, and make what is made once
@@ -67,7 +68,7 @@ def record_memory(out_dir, rank):
 
     def excepthook(kind, error, trace):
         if isinstance(error, torch.OutOfMemoryError):
-            print(f'wrote {write_snapshot(out_dir, rank)}', flush=True)
+            tell(f'wrote {write_snapshot(out_dir, rank)}', sys.stdout)
         report(kind, error, trace)
     sys.excepthook = excepthook
 

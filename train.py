@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, connect, excepthook, exit_codes, find_start,
-                        finish_saving, load_start, log_record, on_rank0, save_checkpoint, save_gradients, tell)
-from configurator import check_numbers, configure, fail, one_line, under_torchrun
+                        finish_saving, load_start, log_record, on_rank0, save_checkpoint, save_gradients)
+from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun
 from data.bins import check_tokens, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, GPTConfig
@@ -142,12 +142,8 @@ def require(condition, message):
 
 def say(message, passing=False):
     """Rank 0 prints a line. On a terminal, a passing one is overwritten by the next."""
-    if not master_process:
-        return
-    clear, end = '', '\n'
-    if sys.stdout and sys.stdout.isatty():      # it is None where the standard output is closed
-        clear, end = '\r\033[K', '' if passing else '\n'
-    tell(clear + message, sys.stdout, end)
+    if master_process:
+        tell(message, sys.stdout, passing)
 
 has = {'cuda': torch.cuda.is_available(), 'mps': torch.backends.mps.is_available(), 'cpu': True}
 if device == 'auto':
@@ -192,7 +188,7 @@ require(gradient_accumulation_steps % world_size == 0,
         f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
         f'and must be a multiple of that: --gradient_accumulation_steps={rounded_up}')
 require(device_type != 'mps' or not distributed, 'mps takes one process; use --device=cpu for several')
-require(not gpus or int(os.environ.get('LOCAL_WORLD_SIZE', 1)) <= gpus,
+require(not distributed or not gpus or int(os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)) <= gpus,
         f'more processes than GPUs: --nproc_per_node={gpus}')
 require(backend != 'nccl' or gpus, f'backend=nccl needs GPUs and device is {device}: --backend=gloo')
 require(dtype != 'bfloat16' or has_bfloat16, f'{device} has no bfloat16: --dtype=float16 or float32')
@@ -219,9 +215,10 @@ if grad_dump:
 with one_line():        # a ValueError inside, which is about the user's input, ends the run with its line
     bins, metas, meta = find_data(config)
 if use_ghost:
-    from data.bins import find_bin, fingerprint
+    from data.bins import find_bin, fingerprint, lasting_name
     with one_line():
         bins['ghost'], metas['ghost'] = find_bin(ghost_val_dataset or dataset, 'val')
+    config['ghost_val_dataset'] = lasting_name(ghost_val_dataset)
     ghost_bins = dict(train_bin=meta['fingerprint'], val_bin=fingerprint(bins['ghost'][0], metas['ghost']))
     ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
     require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
@@ -597,7 +594,7 @@ def log(record):
     """A line of log.jsonl, and wandb."""
     if not master_process or eval_only:
         return
-    log_record(log_file, record)
+    record = log_record(log_file, record)
     if wandb_log:
         wandb.log({k: v for k, v in record.items() if k != 'iter' and v is not None}, step=record['iter'])
 
@@ -759,12 +756,13 @@ if wandb_log and master_process and not eval_only:
     wandb.finish()
 exit_code = 0
 if stopping:
-    exit_code = 128 + (stop_signals[0] if stop_signals else signal.SIGTERM)
+    exit_code = 128 + (stop_signals[-1] if stop_signals else signal.SIGTERM)
 if distributed:
     dist.barrier()      # no rank leaves while another still needs its connections
     dist.destroy_process_group()
     exit_codes.append(exit_code)
 if stopping:
-    then = '--init_from=auto goes on from there' if iter_num > 0 else 'nothing is saved yet'
+    where = 'there' if saved_at == iter_num else f'step {saved_at}'
+    then = f'--init_from=auto goes on from {where}' if saved_at > 0 else 'nothing is saved yet'
     say(f'stopped by a signal after {iter_num} steps; {then}')
     sys.exit(exit_code)

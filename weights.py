@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
+from configurator import tell
 from data.bins import check_meta, check_pickle
 from model import GPT, GPTConfig
 
@@ -88,7 +89,7 @@ def newest_checkpoint(out_dir):
     """The path of the newest checkpoint in an out_dir that loads, or None; stderr says which it passes over."""
     path, _, passed_over = newest_that_loads(out_dir)
     for problem in passed_over.values():
-        print(f'passed over, since it does not load: {problem}', file=sys.stderr, flush=True)
+        tell(f'passed over, since it does not load: {problem}', sys.stderr)
     return path
 
 

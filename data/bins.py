@@ -34,6 +34,18 @@ def write_file(path, data):
         temporary.unlink(missing_ok=True)
 
 
+def append_rows(path, rows):
+    """Add dicts to a file with one JSON object a line. What a full disk or a kill has left of a line there stays a line
+    of its own. OSError if it can't be written."""
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    with open(path, 'ab+') as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b'\n':
+                text = '\n' + text
+        file.write(text.encode())
+
+
 def hash64(*parts):
     """Ints or int arrays -> uint64 array, as good as random: splitmix64's finaliser (Steele et al. 2014), chained."""
     h = np.zeros(1, np.uint64)
@@ -181,6 +193,12 @@ def find_folder(name):
     return Path(name)
 
 
+def lasting_name(name):
+    """The name of a dataset, such that scripts which run elsewhere find it: one in data/ keeps its own, another gets an
+    absolute path."""
+    return name if find_folder(name) == DATA / name else os.path.abspath(name)
+
+
 def find_bin(name, split):
     """((path, dtype, number of tokens), load_meta's record) of a split, "train" or "val", of the dataset of that name.
     ValueError (one line) when there is no such file, or it is not as long as the record says."""
@@ -214,15 +232,13 @@ def find_bin(name, split):
 
 def find_data(config):
     """({split: (path, dtype, tokens)}, {split: load_meta's record}, the training data's record with the fingerprint of
-    its tokens) of a config's dataset. The config then names it not as data/NAME but by its path, for scripts that run
-    elsewhere. ValueError (one line) if it is missing."""
-    bins, metas, name = {}, {}, config["dataset"]
+    its tokens) of a config's dataset, which from then on has its lasting name there. ValueError (one line) as
+    find_bin's; OSError if it can't be read."""
+    bins, metas = {}, {}
     for split in ("train", "val"):
-        bins[split], metas[split] = find_bin(name, split)
-    path = bins["train"][0]
-    if path.parent == Path(name):
-        config["dataset"] = os.path.abspath(name)
-    return bins, metas, {**metas["train"], "fingerprint": fingerprint(path, metas["train"])}
+        bins[split], metas[split] = find_bin(config["dataset"], split)
+    config["dataset"] = lasting_name(config["dataset"])
+    return bins, metas, {**metas["train"], "fingerprint": fingerprint(bins["train"][0], metas["train"])}
 
 
 def check_tokens(bin, meta, block_size, vocab_size):

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from configurator import tell
 from data.bins import write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
@@ -38,7 +39,7 @@ def read_dataset(folder, label_column="", text_column=""):
             splits[split] = found[0], *read_labelled(found[0], label_column, text_column)
             is_table, first_line = found[0].suffix.lower() != ".jsonl", splits[split][3][0]
             if is_table and first_line == 1 and os.environ.get("LOCAL_RANK", "0") == "0":   # one rank of a machine
-                print(f"{found[0]}: no header: the first row is data, its first column the label", file=sys.stderr)
+                tell(f"{found[0]}: no header: the first row is data, its first column the label", sys.stderr)
     path, labels, _, _ = splits["train"]
     known = sorted(set(labels))
     if len(known) > MOST_LABELS:

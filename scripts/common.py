@@ -1,9 +1,8 @@
-"""What the commands share: notes and errors of one line, arguments, and pictures."""
+"""What the commands share: lines for the user, arguments, runs that are done again, devices and ranks, pictures."""
 import argparse
 import csv
 import hashlib
 import io
-import json
 import math
 import os
 import sys
@@ -13,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import fail, under_torchrun
+from configurator import fail, tell, under_torchrun
 from data.bins import find_bin, find_folder, fingerprint, load_meta, write_file
 from data.corpus import get_tokenizer
 
 
 def note(message):
     """One line on stderr, since standard output is for results."""
-    print(f'{os.path.basename(sys.argv[0])}: {message}', file=sys.stderr)
+    tell(f'{os.path.basename(sys.argv[0])}: {message}', sys.stderr)
 
 
 def one_line_parser(doc, usage):
@@ -86,15 +85,6 @@ def write_csv(path, head, rows):
     text = io.StringIO(newline='')
     csv.writer(text, lineterminator='\n').writerows([head, *rows])
     write_result(path, text.getvalue().encode())
-
-
-def append_rows(path, rows):
-    """Add dicts to a file with one JSON object a line. What a kill has left of a line there stays a line of its own."""
-    text = ''.join(json.dumps(row) + '\n' for row in rows)
-    if os.path.isfile(path) and Path(path).read_bytes()[-1:] not in (b'', b'\n'):
-        text = '\n' + text
-    with open(path, 'a', encoding='utf-8') as file:
-        file.write(text)
 
 
 def find_tokenizer(source, checkpoint):
@@ -228,7 +218,7 @@ def join_ranks(device, timeout_minutes):
     backend, device_id = 'gloo', None
     if device == 'cuda':
         gpus = torch.cuda.device_count()
-        if int(os.environ.get('LOCAL_WORLD_SIZE', 1)) > gpus:
+        if int(os.environ.get('LOCAL_WORLD_SIZE', local_rank + 1)) > gpus:
             fail(f'device=cuda: this machine has {gpus} GPUs: --nproc_per_node={gpus}, or --device=cpu')
         backend = 'cpu:gloo,cuda:nccl'      # gloo carries what is in host memory: checkpoints
         device = f'cuda:{local_rank}'
@@ -250,7 +240,7 @@ def peak_memory(device):
 
 def log_step(path, **record):
     """A training step as a line on stdout, and as one of the log.jsonl at path; what is None is n/a."""
-    from checkpoint import log_record, tell
+    from checkpoint import log_record
     mfu, memory = record['mfu'], record['memory_gib']
     tell(f'step {record["iter"]}: loss {record["loss"]:.4f}, lr {record["lr"]:.2e}, norm {record["grad_norm"]:.3f}, '
          f'{record["ms"]:.1f} ms, {record["tokens_per_s"]:,.0f} tokens/s, MFU {f"{mfu:.1%}" if mfu else "n/a"}, '

@@ -149,7 +149,7 @@ def check_tokens_seen(out_dir, folder, then, now):
     """ValueError (one line) if the tokens in the data folder are not those that all values of the run are of, as far as
     its files or its checkpoint tell. then, now: the records of read_metas."""
     seen, there = ((meta.get('splits') or {}).get('train', {}).get('sha256') for meta in (then, now))
-    with safe_open(files_of(out_dir)[-1], 'numpy') as file:     # of all the same: read_ghost has refused others
+    with safe_open(files_of(out_dir)[-1], 'numpy') as file:     # read_ghost has refused a run whose files name several
         recorded = (file.metadata() or {}).get('train_bin')
     if recorded:    # by newer runs
         seen, there = recorded, fingerprint(folder / 'train.bin', now)

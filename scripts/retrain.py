@@ -40,10 +40,10 @@ from safetensors import safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
+from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
-from scripts.common import (append_rows, bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
+from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
                             run_tokens, spearman, without)
 from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint

@@ -13,7 +13,7 @@ import torch
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from configurator import configure, fail
+from configurator import check_numbers, configure, fail
 from data.corpus import EOT
 from model import GPT, GPTConfig
 from scripts.common import find_tokenizer, note, printing
@@ -36,11 +36,9 @@ device = 'auto'             # 'auto' | 'cpu' | 'cuda' | 'cuda:1' | 'mps'
 dtype = 'auto'              # 'auto' (bfloat16 on a GPU that has it) | 'float32' | 'bfloat16' | 'float16'
 compile = False             # torch.compile, which pays for many tokens only
 # ----------------------------------------------------------------------------------------------------------------------
-_, given = configure(globals())
+config, given = configure(globals())
 
-for name, least in dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0, seed=0).items():
-    if not least <= globals()[name] < 2**63:
-        fail(f'{name}={globals()[name]}: must be at least {least} and below {2**63}')
+check_numbers(config, counts='num_samples')
 if not 0 < top_p <= 1:
     fail(f'top_p={top_p}: must be above 0 and at most 1')
 if device == 'auto':

@@ -35,8 +35,8 @@ from torch.nn.attention.bias import causal_lower_right
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, excepthook, exit_codes, find_start,
-                        finish_saving, load_start, log_record, make_mesh, save_sharded, state_of, tell)
-from configurator import check_numbers, configure, fail, one_line, under_torchrun
+                        finish_saving, load_start, log_record, make_mesh, save_sharded, state_of)
+from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun
 from data.bins import check_tokens, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, Attention, GPTConfig
@@ -583,6 +583,8 @@ dist.barrier()      # no rank leaves while another still needs its connections
 dist.destroy_process_group()
 exit_codes.append(0)
 if stopping:
-    say(f'stopped by a signal after {iter_num} steps; --init_from=auto goes on from there')
-    exit_codes.append(128 + (stop_signals[0] if stop_signals else signal.SIGTERM))
+    where = 'there' if saved_at == iter_num else f'step {saved_at}'
+    then = f'--init_from=auto goes on from {where}' if saved_at > 0 else 'nothing is saved yet'
+    say(f'stopped by a signal after {iter_num} steps; {then}')
+    exit_codes.append(128 + (stop_signals[-1] if stop_signals else signal.SIGTERM))
     sys.exit(exit_codes[-1])

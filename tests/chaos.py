@@ -50,7 +50,7 @@ def become_rank(argv, rank, ranks, port, told, ends):
         os.dup2(file, 2)
         if ranks > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_PORT=port,
-                              MASTER_ADDR='127.0.0.1')
+                              LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1')
         sys.path[0], sys.argv = ROOT, [TRAIN, *argv]
         runpy.run_path(TRAIN, run_name='__main__')
         code = 0

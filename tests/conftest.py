@@ -68,7 +68,7 @@ if child:
     os.environ.update(job['env'])
     if job['nproc']:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job['nproc']), MASTER_PORT=job['port'],
-                          MASTER_ADDR='127.0.0.1')
+                          LOCAL_WORLD_SIZE=str(job['nproc']), MASTER_ADDR='127.0.0.1')
     script, sys.argv = job['argv'][0], job['argv']
     sys.path[0], sys.pycache_prefix, sys.dont_write_bytecode = os.path.dirname(script), job['cache'], False
     exec(job['before'])

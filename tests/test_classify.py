@@ -15,7 +15,6 @@ import torch
 from conftest import ENV, FULL_DISK, ROOT, ckpt_of, log_of, tree
 
 from data.labelled import read_dataset, read_labelled, read_texts, write_labelled
-from checkpoint import log_record
 from scripts.common import choose_device
 from test_data import hub
 
@@ -184,13 +183,6 @@ def test_two_steps_are_adamws(run, tmp_path):
     run(tmp_path, '--out_dir=out', '--dropout=0', '--max_iters=2', '--grad_clip=1e-6', '--weight_decay=0.1',
         after=TWO_STEPS, stdout=full)
     assert list(log_of(tmp_path / 'out')[1]) == [2]
-
-
-def test_a_log_that_can_not_be_written_is_a_warning(tmp_path, capsys):
-    log_record(tmp_path / 'log.jsonl', dict(iter=1, loss=0.5, grad_norm=float('inf')))
-    assert (tmp_path / 'log.jsonl').read_text() == '{"iter": 1, "loss": 0.5, "grad_norm": null}\n'
-    log_record(tmp_path / 'no' / 'log.jsonl', dict(iter=1))
-    assert capsys.readouterr().out.startswith('warning: ')
 
 
 def test_devices_and_dtypes(monkeypatch, capsys):

@@ -1,7 +1,9 @@
 """configurator.py, through a small script that is run as a user runs it."""
+import io
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 
@@ -246,17 +248,43 @@ def test_one_line_under_torchrun(fork, tmp_path):
     assert [line for line in done.err.splitlines() if line.startswith('demo.py: ')] == ['demo.py: mine']
 
 
-@pytest.mark.parametrize('rank, world_size, port', [('1', '1', '29500'), ('0', '0', '29500'), ('0', '1', '99999')])
-def test_ranks_that_cannot_be(monkeypatch, capsys, rank, world_size, port):
+@pytest.mark.parametrize('rank, local_rank, world_size, port', [
+    ('1', '0', '1', '29500'), ('0', '0', '0', '29500'), ('0', '0', '1', '99999'), ('0', '1', '2', '29500')])
+def test_ranks_that_cannot_be(monkeypatch, capsys, rank, local_rank, world_size, port):
     """What a job's script has set wrongly would make a rank wait for ever."""
     from configurator import under_torchrun
-    names = dict(RANK=rank, LOCAL_RANK='0', WORLD_SIZE=world_size, MASTER_PORT=port, MASTER_ADDR='localhost')
+    names = dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_PORT=port, MASTER_ADDR='localhost')
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         under_torchrun()
     error = capsys.readouterr().err
     assert error.count('\n') == 1 and f'RANK={rank}' in error and port in error
+
+
+def test_ranks_by_hand_speak_each_for_itself(monkeypatch, capsys):
+    """torchrun says how many it starts on a machine; without that, the one that speaks may be elsewhere."""
+    from configurator import fail
+    monkeypatch.setattr('time.sleep', lambda seconds: None)
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'):
+        monkeypatch.setenv(name, '1' if 'RANK' in name else '2')
+    monkeypatch.setenv('MASTER_ADDR', 'localhost')
+    for local_world_size, told in [(None, 1), ('2', 0)]:
+        if local_world_size:
+            monkeypatch.setenv('LOCAL_WORLD_SIZE', local_world_size)
+        with pytest.raises(SystemExit):
+            fail('wrong')
+        assert capsys.readouterr().err.count('wrong') == told
+
+
+def test_a_terminal_s_passing_line_gives_way():
+    from configurator import tell
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    tell('step 1', terminal, passing=True)
+    tell('warning\x1b', terminal)
+    assert terminal.getvalue() == '\r\x1b[Kstep 1\r\x1b[Kwarning\\x1b\n'
+    tell('nowhere', None)
 
 
 def test_fuzz(tmp_path, monkeypatch, capsys):
@@ -371,6 +399,16 @@ def test_help_with_plain_section_comments(tmp_path):
         **env, 'RANK': '1', 'LOCAL_RANK': '1', 'WORLD_SIZE': '2', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29999'},
                             capture_output=True, text=True, check=True)
     assert silent.stdout == silent.stderr == ''
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')
+def test_full_and_closed_streams(tmp_path):
+    """The exit code stays, and what belongs on stderr goes nowhere else."""
+    (tmp_path / 'demo.py').write_text(SCRIPT)
+    start = f'{shlex.quote(sys.executable)} demo.py {shlex.quote(ROOT)}'
+    for command, code in [('--help >/dev/full', 0), ('--batch_sise=4 2>/dev/full', 2), ('--batch_sise=4 2>&-', 2)]:
+        done = subprocess.run(f'{start} {command}', shell=True, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (code, '', ''), command
 
 
 def test_help_whose_reader_has_gone(tmp_path):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import metadata
 
 from conftest import ENV, ROOT, TINY, TRAIN, ckpt_of, free_port, full_disk, log_of, tree, write_dataset
 from modes_helper import read_dots
+from checkpoint import log_record
 from data.bins import load_meta
 from weights import newest_that_loads, read_checkpoint, read_metadata, read_progress
 
@@ -168,6 +169,46 @@ def test_a_closed_pipe_does_not_end_training(start_train, tiny, tmp_path):
     run.stdout.close()
     assert run.wait(60) == 0 and run.stderr.read() == ''
     assert ckpt_of(tmp_path / 'out')['iter_num'] == 20
+
+
+def test_a_line_of_the_log(tmp_path, capsys):
+    """JSON has no infinity; after half a line, which a full disk has left, comes a whole one; a warning if none can be
+    written."""
+    log = tmp_path / 'log.jsonl'
+    assert log_record(log, dict(iter=1, loss=0.5, grad_norm=float('inf'))) == dict(iter=1, loss=0.5, grad_norm=None)
+    log.write_text(log.read_text() + '{"iter": 2, "lo')
+    log_record(log, dict(iter=3))
+    assert log.read_text() == '{"iter": 1, "loss": 0.5, "grad_norm": null}\n{"iter": 2, "lo\n{"iter": 3}\n'
+    log_record(tmp_path / 'no' / 'log.jsonl', dict(iter=1))
+    assert capsys.readouterr().out.startswith('warning: ')
+
+
+def test_names_that_the_terminal_can_not_write(start_train, tiny, tmp_path):
+    """They are escaped: the run that it replaces is not lost to a traceback."""
+    shutil.copytree(tiny, tmp_path / 'Gr\xf6\xdfe')
+    for _ in range(2):
+        run = start_train(tmp_path, '--dataset=Gr\xf6\xdfe', '--out_dir=\xfc', '--max_iters=1', '--overwrite=True',
+                          env={**ENV, 'PYTHONIOENCODING': 'ascii:strict'})
+        out, err = run.communicate(timeout=60)
+        assert run.returncode == 0 and err == '' and '\\xf6' in out, out + err
+    assert ckpt_of(tmp_path / '\xfc')['iter_num'] == 1
+
+
+def test_a_closed_stderr_is_no_other_file(tiny, tmp_path):
+    """A signal's message must not go into a file that got its number, nor into stdout, where results are."""
+    code = f"""import os, runpy, signal, sys
+sys.argv = [{TRAIN!r}, '--dataset={tiny}', *{TINY!r}, '--max_iters=10']
+os.close(2)
+opened = os.open('other', os.O_WRONLY | os.O_CREAT)
+import checkpoint, data.bins
+append = data.bins.append_rows
+checkpoint.append_rows = lambda *a: (append(*a), os.kill(os.getpid(), signal.SIGTERM))
+sys.stderr = None
+runpy.run_path(sys.argv[0], run_name='__main__')"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env={**ENV, 'PYTHONPATH': ROOT},
+                          stdout=subprocess.PIPE, timeout=60)
+    assert done.returncode != 0 and (tmp_path / 'other').read_bytes() == b''
+    assert b'the same signal' not in done.stdout
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='needs /dev/full')

@@ -557,6 +557,10 @@ def test_ghost_val_dataset(fork, tmp_path, tiny, tmp_path_factory):
     valset = load_file(tmp_path / 'out' / 'grad_dotprods' / 'valset.safetensors')
     x, y = windows(other, valset['offset'], 16, 'val.bin')
     assert torch.equal(valset['tokens'], torch.cat((x, y[:, -1:]), 1))
+    # by a name that other scripts find it by from anywhere
+    launch(fork, other.parent, 'plain', *GHOST, '--ghost_val_dataset=other', '--max_iters=1', '--eval_iters=1')
+    config = json.loads((other.parent / 'out' / 'config.json').read_text())
+    assert config['ghost_val_dataset'] == str(other)
     exact = brute(
         model_of_seed(tmp_path / 'out'),
         gradients(model_of_seed(tmp_path / 'out'), x, y),

@@ -161,6 +161,26 @@ def test_all_blocks_are_compiled_as_one(launch, tmp_path):
     assert int(done.out.split()[-1]) == 4       # a block, and the head with the loss: evaluating and training
 
 
+SIGNAL = f"""
+import os, signal, sys
+sys.path.insert(0, {ROOT!r})
+import data.bins
+read, left = data.bins.sample_offsets, [1]
+def at_step_1(order, seed, step, *rest):
+    if step == 1 and os.environ['RANK'] == '1' and left:
+        left.pop()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return read(order, seed, step, *rest)
+data.bins.sample_offsets = at_step_1
+"""
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_step(launch, tmp_path):
+    done = launch(tmp_path, 'tp2', '--eval_interval=100', '--checkpoint_interval=100', before=SIGNAL, rc=143)
+    assert 'stopped by a signal after 2 steps; --init_from=auto goes on from there' in done.out
+    assert os.listdir(tmp_path / 'out' / 'ckpt_dcp') == ['step_2']
+
+
 @pytest.mark.parametrize('mesh,args,words', [
     ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: this script takes False'),
     ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: this script takes False'),
