@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up, prepares tiny Shakespeare, trains a small GPT on its characters on whatever device is here, prints a sample.
-# On two CPU cores about 3 minutes with the set-up. Arguments go to train.py; paths are relative to the repository.
+# On two CPU cores some 3 minutes with the set-up. Arguments go to train.py; paths are relative to the repository.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh"
 [ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
 config=config/train_shakespeare_char.py
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    config=config/train_shakespeare_char_cpu.py
+    config=config/train_shakespeare_char_cpu_fast.py
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # so small a model gains nothing from more, and loses much on a busy machine
 out=out-quickstart

@@ -333,12 +333,12 @@ def test_dataset_by_a_relative_path(fork, tmp_path, tiny):
     fork(tmp_path / 'sub', '--dataset=./d', '--eval_only=True')
 
 
-@pytest.mark.parametrize('config', ['train_shakespeare_char', 'train_shakespeare_char_cpu'])
-def test_20_kilobytes_train_with_the_small_configs(fork, tmp_path, tiny, config):
+@pytest.mark.parametrize('config, out', [('char', 'char'), ('char_cpu', 'char'), ('char_cpu_fast', 'char-fast')])
+def test_20_kilobytes_train_with_the_small_configs(fork, tmp_path, tiny, config, out):
     assert (tiny / 'input.txt').stat().st_size == 20000
-    fork(tmp_path, f'config/{config}.py', f'--dataset={tiny}', '--device=cpu', '--max_iters=1', '--eval_iters=1',
-         '--batch_size=2', tiny_args=False)
-    assert list(log_of(tmp_path / 'out-shakespeare-char')[0]) == [0]
+    fork(tmp_path, f'config/train_shakespeare_{config}.py', f'--dataset={tiny}', '--device=cpu', '--max_iters=1',
+         '--eval_iters=1', '--batch_size=2', tiny_args=False)
+    assert list(log_of(tmp_path / f'out-shakespeare-{out}')[0]) == [0]
 
 
 OFFSETS = '''
