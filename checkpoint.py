@@ -35,7 +35,7 @@ from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_model_state_dict, set_optimizer_state_dict)
 
-from configurator import tell
+from configurator import report_error, tell
 from data.bins import FULL, GPT2_VOCAB, append_rows, write_file
 from model import GPT, GPTConfig
 from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, read_json, why
@@ -627,6 +627,6 @@ def excepthook(out_dir):
             if not is_rank0():
                 return
         else:
-            return sys.__excepthook__(kind, error, trace)
+            return report_error(kind, error, trace)
         tell(f'{os.path.basename(sys.argv[0])}: {line}', sys.stderr)
     return report

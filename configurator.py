@@ -58,8 +58,38 @@ def tell(text, stream, passing=False):
         end = '' if passing else '\n'
     try:
         print(text, end=end, flush=True, file=stream)
-    except OSError:     # a closed pipe, as in `--help | head -1`, a full disk: from now on nothing is printed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError:     # a closed pipe, as in `--help | head -1`, a full disk
+        mute(stream)
+
+
+def mute(stream):
+    """From now on nothing is printed on a stream; nor does Python fail at its end for what could not be printed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def hold_streams():
+    """Open what was closed at the start, as by `<&- >&- 2>&-`: else the next files opened would have its numbers, 0 to
+    2, and get what libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)      # takes the lowest number that is free
+
+
+def report_error(kind, error, trace):
+    """For sys.excepthook: Ctrl-C is one line, after which Python ends as by that signal, and a folder that is gone."""
+    if issubclass(kind, KeyboardInterrupt):
+        tell(f'{os.path.basename(sys.argv[0])}: stopped', sys.stderr)
+    elif isinstance(error, FileNotFoundError) and error.filename is None:   # of getcwd
+        tell(f'{os.path.basename(sys.argv[0])}: the working directory has been deleted: cd to another', sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+hold_streams()
+if sys.excepthook is sys.__excepthook__:    # of a script of ours, not in a notebook
+    sys.excepthook = report_error
 
 
 def quoted(value, form=repr):
@@ -69,6 +99,14 @@ def quoted(value, form=repr):
     except Exception:   # an int of more than 4300 digits, or a config file's own class
         text = f'this {type(value).__name__}'
     return text if len(text) <= 200 else f'{text[:200]}...'
+
+
+def broken(error):
+    """What to add to "it needs the package X" when its import has raised this: '' if it is just not there. A package
+    that does not fit another one may raise anything."""
+    if isinstance(error, ModuleNotFoundError):
+        return ''
+    return f'; the one that is here does not load: {type(error).__name__}: {quoted(error, str)}'
 
 
 def under_torchrun():

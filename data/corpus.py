@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import fail
+from configurator import fail, mute, tell
 from data.bins import GOLDEN, hash64, load_meta, write_file
 from data.download import Unavailable, hub_files, tiktoken_files
 from data.reading import KINDS, BadInput, counts, documents, kind_of, local_files, need
@@ -213,7 +213,8 @@ def prepare(args, repo=None, places=(), suffix=".parquet", source=None):
         there, tokens = finished(args.out_dir)
         same = there.get("prepared_from") == prepared_from
         if same and not (work / "val.out").exists():  # the last to leave its folder
-            print(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)")
+            tell(f"nothing to do: {args.out_dir} holds this very dataset (delete its meta.json to prepare it again)",
+                 sys.stdout)
             return
         if tokens and not same and not args.overwrite:
             refuse(args.out_dir, there, tokens)
@@ -298,7 +299,7 @@ def tokenize(files, work, args):
             start, number, final = tuple(index["place"].tolist()), int(index["number"]), bool(index["final"])
         if final:
             return
-        print(f"going on after {done} chunks, {number:,} documents", flush=True)
+        tell(f"going on after {done} chunks, {number:,} documents", sys.stdout)
     jobs = chunks(files, work, args, done, start, number)
     first = next(jobs)
     small = first["final"]  # done before a process has started
@@ -309,7 +310,7 @@ def tokenize(files, work, args):
             show(share, f"{number:,} documents, {tokens / 1e6:,.1f}M tokens in this run, "
                         f"{tokens / (time.time() - begin) / 1e6:.2f}M tokens/s")
     seconds = max(time.time() - begin, 1e-3)
-    print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f}M tokens/s")
+    tell(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds / 1e6:.2f}M tokens/s", sys.stdout)
 
 
 @contextlib.contextmanager
@@ -319,10 +320,10 @@ def progress_bar(first, show):
     if show:
         try:
             from tqdm import tqdm
-        except ImportError:
-            print("no progress is shown, for that needs the package tqdm: pip install tqdm")
+        except Exception:       # a broken one too
+            tell("no progress is shown, for that needs the package tqdm: pip install tqdm", sys.stdout)
             show = False
-    if not show:
+    if not show or sys.stderr is None:      # None: it was closed at the start
         yield lambda share, text: None
         return
     every = 0.5 if sys.stderr.isatty() else 20
@@ -330,7 +331,10 @@ def progress_bar(first, show):
               bar_format="{percentage:5.1f}% {bar:20} {elapsed}, {remaining} left{postfix}") as bar:
         def move(share, text):
             bar.set_postfix_str(text, refresh=False)
-            bar.update(max(0, 100 * share - bar.n))
+            try:
+                bar.update(max(0, 100 * share - bar.n))
+            except OSError:     # a closed pipe, a full disk: no reason to stop
+                mute(sys.stderr)
         yield move
 
 
@@ -365,7 +369,7 @@ def written(jobs, workers):
             yield job["done"], job["number"], write_chunk(job)
         return
     context = multiprocessing.get_context("spawn")  # not forked: alike on every platform, and safe beside threads
-    with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, context, start_worker) as pool:
         running = {}
 
         def ready():
@@ -383,7 +387,7 @@ def written(jobs, workers):
             raise
 
 
-def _start_worker():
+def start_worker():
     """A worker leaves ctrl-C to its parent, and ends when the parent is gone, however that happened."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sentinel = multiprocessing.parent_process().sentinel
@@ -574,9 +578,10 @@ def publish(out_dir, meta, splits):
     for split, (path, has) in splits.items():
         os.replace(path, out_dir / f"{split}.bin")
     for split, (_, has) in splits.items():  # not before both are there: nobody may be reading
-        print(f"{split}.bin: {has['tokens']:,} tokens")
-    print(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}")
+        tell(f"{split}.bin: {has['tokens']:,} tokens", sys.stdout)
+    tell(f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {meta['bytes']:,} bytes of text, in {out_dir}",
+         sys.stdout)
     for key, what in (("invalid_bytes", "bytes were no text in the files' encoding and became U+FFFD"),
                       ("empty_documents", "empty documents were left out"), ("bad_lines", "bad lines were left out")):
         if meta.get(key):
-            print(f"{meta[key]:,} {what}")
+            tell(f"{meta[key]:,} {what}", sys.stdout)

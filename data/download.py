@@ -17,6 +17,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
+from configurator import broken
 from data.bins import FULL, write_file
 
 
@@ -34,9 +35,9 @@ def hub_files(repo, places, suffix, repo_type="dataset"):
     try:
         from huggingface_hub import HfApi, hf_hub_url
         from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise Unavailable("downloading from the hub needs the package huggingface_hub: pip install huggingface_hub") \
-            from None
+    except Exception as e:  # a broken one raises anything
+        raise Unavailable("downloading from the hub needs the package huggingface_hub: pip install huggingface_hub" +
+                          broken(e)) from None
     api, reason = HfApi(), "no such files there"
     for revision, folder in places:
         try:  # one question without retries: where there is no network it fails at once

@@ -12,12 +12,13 @@ import io
 import json
 import os
 import re
+import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 
-from configurator import fail
+from configurator import broken, fail, tell
 from data.download import fetch
 
 KINDS = {".txt": "txt", ".md": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -48,12 +49,12 @@ class BadInput(Exception):
 
 
 def need(module, purpose):
-    """The module of an optional package; one line and the end of the program if it is missing."""
+    """The module of an optional package; one line and the end of the program if it is missing or broken."""
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except Exception as error:
         package = module.split(".")[0]
-        fail(f"{purpose} needs the package {package}: pip install {package}")
+        fail(f"{purpose} needs the package {package}: pip install {package}{broken(error)}")
 
 
 def kind_of(name):
@@ -100,7 +101,7 @@ def local_files(paths, args):
                 if b"\0" in start and encoding_of(start, None) == "utf-8":
                     fail(f"--input {p}: not a text file, and its name ends in none of {', '.join(KINDS)}")
     for line in passed_over(passed):
-        print(line)
+        tell(line, sys.stdout)
     return files
 
 

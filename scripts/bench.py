@@ -310,7 +310,7 @@ def resident():
     """Bytes of memory that this process holds, or held at most; None where neither is known."""
     try:
         return importlib.import_module('psutil').Process().memory_info().rss
-    except ImportError:
+    except Exception:       # missing or broken
         pass
     try:
         usage = importlib.import_module('resource')
@@ -468,12 +468,17 @@ def run_by_torchrun(args, settings, mode, folder):
                __file__, f'--child={folder}/rows.json', f'--modes={mode}', f'--steps={args.steps}', *settings]
     if args.profile:
         command.append(f'--profile={args.profile}')
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors='replace')
-    if ended.returncode:
-        lines = [line for line in ended.stderr.splitlines() if line.startswith(('train.py: ', 'bench.py: '))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors='replace') as torchrun:
+        try:
+            _, stderr = torchrun.communicate()
+        except BaseException:       # Ctrl-C or SIGTERM: it is to end its processes
+            torchrun.terminate()
+            raise
+    if torchrun.returncode:
+        lines = [line for line in stderr.splitlines() if line.startswith(('train.py: ', 'bench.py: '))]
         if lines:
             fail(lines[0].removeprefix('bench.py: '))
-        print(ended.stderr[-3000:], file=sys.stderr)
+        print(stderr[-3000:], file=sys.stderr)
         fail(f'{mode} failed, as its processes say above', code=1)
     row, = json.loads(Path(folder, 'rows.json').read_text())
     return row

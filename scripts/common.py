@@ -5,6 +5,7 @@ import hashlib
 import io
 import math
 import os
+import signal
 import sys
 import warnings
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import fail, tell, under_torchrun
+from configurator import broken, fail, mute, tell, under_torchrun
 from data.bins import find_bin, find_folder, fingerprint, load_meta, write_file
 from data.corpus import get_tokenizer
 
@@ -36,11 +37,24 @@ def must_be_one_process():
         fail('takes one process: start it with python, not with torchrun')
 
 
+def flush_results():
+    """An OSError names standard output, which of itself it does not."""
+    try:
+        print(end='', flush=True)
+    except OSError as error:
+        error.filename = 'standard output'
+        raise
+
+
 @contextmanager
 def printing():
     """Around all that a command does. A ValueError or an OSError ends it with one line and exit code 1. Characters that
     stdout cannot encode come out as escapes. Where its reader has gone, as in `... | head -1`, the command ends quietly
-    with exit code 1."""
+    with exit code 1. SIGTERM and SIGHUP end it as an error does, so that it takes its temporary folders and its child
+    processes with it."""
+    for name in ('SIGTERM', 'SIGHUP'):      # Windows lacks the second, nohup has it ignored
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) == signal.SIG_DFL:
+            signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
     is_file = isinstance(sys.stdout, io.TextIOWrapper)  # and not a notebook's cell
     if is_file:
         sys.stdout.reconfigure(errors='backslashreplace')
@@ -48,10 +62,10 @@ def printing():
         try:
             yield
         finally:
-            print(end='', flush=True)
+            flush_results()
     except OSError as error:
-        if is_file:  # Python flushes it once more at its end, which must not fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_file:
+            mute(sys.stdout)
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
         fail(f'{error.filename}: {error.strerror}' if error.filename else error, code=1)
@@ -349,14 +363,15 @@ def find_classifier(config, given, rows):
 
 def load_pyplot(path, required=True):
     """matplotlib.pyplot, to draw a picture into the file `path`, with or without a display. Where matplotlib is
-    missing, a command ends with one line; or goes on, with None and a note, if the picture is not required."""
+    missing or broken, a command ends with one line; or goes on, with None and a note, if the picture is not required.
+    """
     try:
         import matplotlib
         from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
+    except Exception as error:
         if required:
-            fail('plots need matplotlib: pip install matplotlib', code=1)
-        note('no picture: it needs matplotlib (pip install matplotlib)')
+            fail(f'plots need matplotlib: pip install matplotlib{broken(error)}', code=1)
+        note(f'no picture: it needs matplotlib (pip install matplotlib){broken(error)}')
         return None
     kinds = FigureCanvasBase.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in kinds:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import broken
 from data.bins import find_folder
 from data.labelled import read_dataset
 from scripts.common import fail, one_line_parser, printing
@@ -24,8 +25,8 @@ def main():
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
-    except ImportError:
-        fail('the baseline needs scikit-learn: pip install scikit-learn', code=1)
+    except Exception as error:
+        fail(f'the baseline needs scikit-learn: pip install scikit-learn{broken(error)}', code=1)
     vectorizer, model = TfidfVectorizer(sublinear_tf=True, ngram_range=(1, 2)), LogisticRegression(max_iter=1000)
     model.fit(vectorizer.fit_transform(rows['train'][2]), rows['train'][1])
     for split, (_, labels, texts, _) in rows.items():

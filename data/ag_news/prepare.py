@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from configurator import fail, one_line
+from configurator import fail, one_line, tell
 from data.bins import shuffled
 from data.corpus import folder_path, one_line_parser
 from data.download import Unavailable, fetch, hub_files
@@ -50,9 +50,7 @@ def read(path):
         rows = [(label, text, f"{path} line {line}") for label, text, line in zip(labels, texts, lines)]
         numbers = {str(number): name for number, name in enumerate(CLASSES, 1)}
     else:
-        need("pyarrow", "reading .parquet")
-        import pyarrow
-        from pyarrow import parquet
+        pyarrow, parquet = need("pyarrow", "reading .parquet"), need("pyarrow.parquet", "reading .parquet")
         try:
             table = parquet.read_table(path, columns=["label", "text"]).to_pylist()
         except (pyarrow.ArrowException, OSError) as e:
@@ -92,6 +90,6 @@ if __name__ == "__main__":
             place = shuffled(range(len(train)), len(train), args.seed, 0)  # of each row in a shuffle
             splits = {"train": [row for row, at in zip(train, place) if at >= val_rows],
                       "val": [row for row, at in zip(train, place) if at < val_rows], "test": test}
-            print(write_labelled(args.out_dir, ("label", "text"), splits, args.overwrite))
+            tell(write_labelled(args.out_dir, ("label", "text"), splits, args.overwrite), sys.stdout)
     except OSError as e:
         fail(f"{e.filename or args.out_dir}: {e.strerror or e}", 1)

@@ -4,9 +4,10 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
-from configurator import fail
+from configurator import fail, tell
 from data.bins import write_file
 from data.corpus import (add_encoding, finished, folder_path, get_tokenizer, hold_folder, one_line_parser, publish,
                          refuse, token_dtype)
@@ -36,7 +37,7 @@ def shakespeare(script, doc, spec_of):
         text, source = text_of(args)
         if len(text) < 2:
             fail(f"{source}: {len(text)} characters are too few for a train and a val split")
-        print(f"text: {source}, {len(text):,} characters")
+        tell(f"text: {source}, {len(text):,} characters", sys.stdout)
         tokenizer, n, data, splits = get_tokenizer(spec_of(text)), max(1, int(len(text) * 0.9)), {}, {}
         for split, part in (("train", text[:n]), ("val", text[n:])):
             ids = tokenizer.array(part).astype(token_dtype(tokenizer.vocab_size))

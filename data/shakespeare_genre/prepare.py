@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
-from configurator import fail, one_line
+from configurator import fail, one_line, tell
 from data.bins import find_folder, shuffled
 from data.corpus import add_encoding, folder_path, one_line_parser
 from data.labelled import write_labelled
@@ -83,7 +83,7 @@ if __name__ == "__main__":
         text, source = text_of(args)
         with one_line():
             splits = split_plays(text, args.chars, source)
-            print(write_labelled(args.out_dir, ("label", "text", "play"), splits, args.overwrite))
+            tell(write_labelled(args.out_dir, ("label", "text", "play"), splits, args.overwrite), sys.stdout)
     except BadInput as e:
         fail(*e.args)
     except OSError as e:
