@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from configurator import report_error, tell
 from data.bins import FULL, GPT2_VOCAB, append_rows, write_file
 from model import GPT, GPTConfig
-from weights import SafeReader, complete, newest_that_loads, one_process_too, read_checkpoint, read_json, why
+from weights import SafeReader, complete, is_utf8, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
 torch.serialization.set_crc32_options(False)    # checksums take half of a save's time, and torch.load ignores them
 
@@ -315,6 +315,8 @@ def check_out_dir(out_dir, leftovers):
     """Make the folder, and try to write in it; all ranks participate. ValueError (one line) if that fails, or there is
     a folder in the place of a file, or the other way round, which is not among the leftovers to be deleted."""
     def attempt():
+        if not is_utf8(out_dir):
+            raise ValueError(f'out_dir={out_dir}: torch could not open a checkpoint there: name a folder in UTF-8')
         for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json', 'lock') if name not in leftovers):
             is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json', 'lock')
             if path.exists() and path.is_dir() != is_folder:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from configurator import tell
-from data.bins import check_meta, check_pickle
+from data.bins import check_meta, check_pickle, no_pipe
 from model import GPT, GPTConfig
 
 
@@ -121,8 +121,19 @@ def read_checkpoint(src):
     return check_fields(src, ckpt)
 
 
+def is_utf8(text):
+    """Whether a text, as a file's name, is UTF-8: Python takes other bytes too, libraries do not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_full(path):
     """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
+    if not is_utf8(str(path)):
+        raise ValueError(f'{path}: torch can only open names in UTF-8: rename it')
     if os.path.exists(path) and not os.path.isfile(path):   # a pipe, or a device that has no end
         raise ValueError(f'{path}: not a file')
     try:
@@ -435,6 +446,7 @@ def download_gpt2(name):
 def read_json(path):
     """The object that a JSON file holds. ValueError (one line) if it is missing, torn, or holds something else."""
     try:
+        no_pipe(path)
         found = json.loads(Path(path).read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'{path}: missing or torn ({why(error)})') from None

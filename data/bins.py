@@ -34,6 +34,12 @@ def write_file(path, data):
         temporary.unlink(missing_ok=True)
 
 
+def no_pipe(path):
+    """OSError if a path is a pipe, a socket or a device, which reading might wait for, or read, for ever."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(errno.EINVAL, "a pipe or a device, not a file", os.fspath(path))
+
+
 def append_rows(path, rows):
     """Add dicts to a file with one JSON object a line. What a full disk or a kill has left of a line there stays a line
     of its own. OSError if it can't be written."""
@@ -144,6 +150,7 @@ def load_meta(folder):
     try:
         if path is None:
             return {}
+        no_pipe(path)
         if path.suffix == ".json":
             meta = json.loads(path.read_text(encoding="utf-8"))
         else:
@@ -206,6 +213,7 @@ def find_bin(name, split):
         raise ValueError("the dataset's name is empty: name a folder in data/, or a path")
     path = find_folder(name) / f"{split}.bin"
     try:
+        no_pipe(path)
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
     except (FileNotFoundError, NotADirectoryError):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from configurator import tell
-from data.bins import write_file
+from data.bins import no_pipe, write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
 SPLITS = "train", "val", "test"
@@ -84,6 +84,7 @@ def read_labelled(path, label_column="", text_column=""):
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"{path}: the name must end in one of {', '.join(KINDS)}")
     try:
+        no_pipe(path)
         content = decode(path.read_bytes(), path)
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
@@ -225,6 +226,8 @@ def encode_rows(rows, encoder, labels, block_size):
 def read_texts(path):
     """The texts of a file with one a line, '-' is stdin, as rows: (path, [], texts, lines). ValueError (one line) with
     the line of the first that is empty or no UTF-8."""
+    if path == "-" and sys.stdin is None:
+        raise ValueError("-: standard input is closed: name a file")
     try:
         content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as e:

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta
+from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, no_pipe
 from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, must_be_one_process, note, one_line_parser, printing,
                             run_tokens, without, write_csv, write_picture, write_result)
@@ -383,6 +383,7 @@ def read_config(out_dir):
     """The run's config.json, of which dataset and block_size are used; one line if it has not these."""
     path = out_dir / 'config.json'
     try:
+        no_pipe(path)
         config = json.loads(path.read_text(encoding='utf-8'))
         find_folder(config['dataset'])
         if type(config['block_size']) is not int or config['block_size'] < 1:
