@@ -78,13 +78,16 @@ def hold_streams():
 
 
 def report_error(kind, error, trace):
-    """For sys.excepthook: Ctrl-C is one line, after which Python ends as by that signal, and a folder that is gone."""
-    if issubclass(kind, KeyboardInterrupt):
-        tell(f'{os.path.basename(sys.argv[0])}: stopped', sys.stderr)
-    elif isinstance(error, FileNotFoundError) and error.filename is None:   # of getcwd
-        tell(f'{os.path.basename(sys.argv[0])}: the working directory has been deleted: cd to another', sys.stderr)
+    """For sys.excepthook: one line where a traceback does not help. After Ctrl-C Python then ends as by that signal."""
+    if isinstance(error, KeyboardInterrupt):
+        line = 'stopped'
+    elif isinstance(error, FileNotFoundError) and error.errno and error.filename is None:   # getcwd's
+        line = 'the working directory has been deleted: cd to another'
+    elif isinstance(error, MemoryError):
+        line = f'out of memory: {error or "it was asked for more than there is"}'
     else:
-        sys.__excepthook__(kind, error, trace)
+        return sys.__excepthook__(kind, error, trace)
+    tell(f'{os.path.basename(sys.argv[0])}: {line}', sys.stderr)
 
 
 hold_streams()

@@ -1,0 +1,127 @@
+"""Bad surroundings: closed and full streams, signals, broken packages, pipes in place of files, odd names."""
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ENV, ROOT
+
+import checkpoint
+import configurator
+from data import bins, labelled, reading
+from scripts import retrain
+from weights import read_full, read_json
+
+
+def shell(line, cwd, code=0):
+    """A line of bash, in which python is this one and root the repository; returns what it did."""
+    done = subprocess.run(['bash', '-o', 'pipefail', '-c', line], cwd=cwd, capture_output=True, text=True,
+                          env={**ENV, 'python': sys.executable, 'root': ROOT}, timeout=60)
+    assert done.returncode == code and 'Traceback' not in done.stderr, done
+    return done
+
+
+@pytest.mark.parametrize('streams', ['<&- >&- 2>&-', '2>&-', '>/dev/full 2>/dev/full', '2>&1 | true'])
+def test_prepare_needs_no_streams(tmp_path, streams):
+    """Its lines are no results: a reader that has gone does not end hours of work."""
+    (tmp_path / 'text.txt').write_text('to be or not to be\n' * 2000)
+    shell('$python "$root"/data/local/prepare.py --input text.txt --out_dir there --tokenizer=byte --chunk_mb=0.001 '
+          f'--workers=1 {streams}', tmp_path)
+    assert bins.load_meta(tmp_path / 'there')['splits']['train']['tokens'] > 0
+    assert sorted(os.listdir(tmp_path / 'there')) == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_shakespeare_and_labelled_rows_need_no_streams(tmp_path):
+    (tmp_path / 'text.txt').write_text('to be or not to be\n' * 20)
+    (tmp_path / 'rows.csv').write_text(''.join(f'{i % 4 + 1},a title,text {i}\n' for i in range(80)))
+    shell('$python "$root"/data/shakespeare_char/prepare.py --input text.txt --out_dir there | true', tmp_path)
+    assert (tmp_path / 'there' / 'val.bin').exists()
+    shell('$python "$root"/data/ag_news/prepare.py --input rows.csv rows.csv --out_dir news >/dev/full', tmp_path)
+    assert (tmp_path / 'news' / 'test.csv').exists()
+
+
+COMMAND = '''
+import os, sys, tempfile
+sys.path[0] = sys.argv[1]
+from scripts.common import printing
+with printing(), tempfile.TemporaryDirectory(dir='.') as folder:
+    print('a result')
+    if len(sys.argv) > 2:
+        os.kill(os.getpid(), int(sys.argv[2]))
+'''
+
+
+@pytest.mark.parametrize('ending, code, told', [
+    (' 15', 143, ''), (' 1', 129, ''), (' 2', -2, 'command.py: stopped\n'),
+    (' >/dev/full', 1, 'command.py: standard output: No space left on device\n'), (' | true', 1, '')])
+def test_a_command_that_is_stopped_takes_its_temporary_folder_along(tmp_path, ending, code, told):
+    (tmp_path / 'command.py').write_text(COMMAND)
+    assert shell(f'$python command.py "$root"{ending}', tmp_path, code).stderr == told
+    assert os.listdir(tmp_path) == ['command.py']
+
+
+def test_workers_end_with_a_command_that_is_stopped(tmp_path, monkeypatch):
+    (tmp_path / 'lasting.py').write_text('import time\ndef do(*task): time.sleep(task[2])\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    import lasting
+    monkeypatch.setattr(retrain, 'do', lasting.do)
+    results = retrain.finished('', [('half', 0), ('half', 600)], None, None, jobs=2)
+    assert next(results)[0] == ('half', 0)
+    workers = multiprocessing.active_children()
+    results.close()
+    for worker in workers:
+        worker.join(20)
+        assert worker.exitcode is not None
+
+
+def test_closed_streams_are_held(tmp_path):
+    """Else a checkpoint could be file 2, into which libraries print."""
+    shell('$python -c "import sys; sys.path.insert(0, sys.argv[1]); import configurator; print(0, '
+          'file=open(\'number\', \'w\')); assert open(\'a\', \'w\').fileno() > 2" "$root" <&- >&- 2>&-', tmp_path)
+
+
+@pytest.mark.parametrize('error, line', [
+    (KeyboardInterrupt(), 'stopped'), (MemoryError('8 GB'), 'out of memory: 8 GB'),
+    (FileNotFoundError(2, 'No such file or directory'), 'the working directory has been deleted: cd to another')])
+def test_one_line_in_place_of_a_traceback(capsys, monkeypatch, error, line):
+    monkeypatch.setattr(sys, 'argv', ['x/y.py'])
+    for report in configurator.report_error, checkpoint.excepthook('out'):
+        report(type(error), error, None)
+        told = capsys.readouterr().err
+        assert told.startswith('y.py: ') and told.count('\n') == 1 and line.partition(':')[0] in told
+
+
+def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
+    (tmp_path / 'broken_package.py').write_text('raise ValueError("numpy.dtype size changed")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, told in (('broken_package', 'does not load: ValueError: numpy.dtype size changed\n'),
+                       ('absent_package', 'pip install absent_package\n')):
+        with pytest.raises(SystemExit):
+            reading.need(name, 'this')
+        assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt'):
+        os.mkfifo(tmp_path / name)
+    for read in (lambda: bins.load_meta(tmp_path), lambda: bins.find_bin(tmp_path, 'train'),
+                 lambda: labelled.read_labelled(tmp_path / 'train.csv'), lambda: read_json(tmp_path / 'meta.json'),
+                 lambda: read_full(tmp_path / 'ckpt.pt')):
+        with pytest.raises(ValueError, match='a pipe or a device, not a file|: not a file'):
+            read()
+
+
+def test_names_that_torch_cannot_open(tmp_path):
+    folder = str(tmp_path / os.fsdecode(b'\xff'))
+    with pytest.raises(ValueError, match='name a folder in UTF-8'):
+        checkpoint.check_out_dir(folder, [])
+    assert not os.path.exists(folder)
+    with pytest.raises(ValueError, match='only open names in UTF-8'):
+        read_full(f'{folder}/ckpt.pt')
+
+
+def test_standard_input_that_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, 'stdin', None)
+    with pytest.raises(ValueError, match='standard input is closed'):
+        labelled.read_texts('-')
