@@ -377,7 +377,9 @@ def written(jobs, workers):
                 yield (*running.pop(future), future.result())
         try:
             for job in jobs:
-                running[pool.submit(write_chunk, job)] = job["done"], job["number"]
+                with without_ctrl_c():
+                    future = pool.submit(write_chunk, job)
+                running[future] = job["done"], job["number"]
                 if len(running) > 2 * workers:  # the bound on memory
                     yield from ready()
             while running:
@@ -385,6 +387,19 @@ def written(jobs, workers):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextlib.contextmanager
+def without_ctrl_c():
+    """A process that is started in here never gets ctrl-C, not even before its first line; its parent does, later."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def start_worker():

@@ -41,7 +41,7 @@ from safetensors import safe_open
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
-from data.corpus import folder_path, start_worker
+from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
                             run_tokens, spearman, without)
@@ -215,7 +215,8 @@ def finished(out_dir, tasks, val, offsets, jobs):
             yield task, do(out_dir, *task, val, offsets)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context('spawn'), start_worker) as pool:
-        futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
+        with without_ctrl_c():
+            futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
