@@ -231,7 +231,7 @@ def run(command, args):
 def main():
     command, *args = sys.argv[1:] or ['']
     if command in ('-h', '--help'):
-        print(__doc__.strip())
+        print((__doc__ or f'commands: {", ".join(COMMANDS)}').strip())     # python -OO leaves docstrings out
         return
     if command not in COMMANDS:
         fail(f'unknown command {command!r}; commands: {", ".join(COMMANDS)} (--help shows their arguments)')

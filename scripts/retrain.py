@@ -215,9 +215,9 @@ def finished(out_dir, tasks, val, offsets, jobs):
             yield task, do(out_dir, *task, val, offsets)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context('spawn'), start_worker) as pool:
-        with without_ctrl_c():
-            futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
         try:
+            with without_ctrl_c():
+                futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException as error:      # Ctrl-C and SIGTERM too: the others still train

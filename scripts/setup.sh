@@ -1,6 +1,6 @@
 # Sourced by quickstart.sh and test.sh: leaves $PYTHON, an interpreter that has what requirements.txt asks for.
 # An active virtual environment, or a Python that has torch already, is used as it is; otherwise one is made in .venv.
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."    # a CDPATH of the user could lead elsewhere
 has_torch='import re, torch; assert tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11)'
 PYTHON=${PYTHON:-python3}
 if [ -z "${VIRTUAL_ENV:-}" ] && ! "$PYTHON" -c "$has_torch" 2>/dev/null; then
