@@ -10,8 +10,11 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}   # so small a model gains nothing from more, and loses much on a busy machine
 out=out-quickstart
-for argument; do
-    case $argument in --out_dir=*) out=${argument#*=} ;; esac
+before=
+for argument; do        # as train.py takes it: --out_dir=NAME, --out-dir=NAME, --out_dir NAME
+    case $argument in --out[_-]dir=*) out=${argument#*=} ;; esac
+    case $before in --out[_-]dir) out=$argument ;; esac
+    before=$argument
 done
 overwrite=False
 if [ "$out" = out-quickstart ]; then

@@ -91,3 +91,17 @@ def test_slurm_starts_torchrun_on_each_node(tmp_path):
     assert words[-4:] == ['train.py', '--init_from=auto', 'config/train_gpt2.py', '--out_dir=with space']
     done = subprocess.run(command, env={**env, 'SLURM_SUBMIT_DIR': str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count('\n') == 1 and 'train.py' in done.stderr
+
+
+@pytest.mark.parametrize('argument', ['--out_dir=mine', '--out-dir=mine', '--out_dir mine', '--out-dir mine', ''])
+def test_quickstart_overwrites_its_own_folder_only(tmp_path, argument):
+    """However the folder is named: another one may hold a run that is dear."""
+    fake = tmp_path / 'python'
+    fake.write_text(f'#!/bin/sh\ncase $1 in -m) cat >/dev/null ;; *.py) echo "$@" >> {tmp_path}/calls ;; esac\n')
+    fake.chmod(0o755)
+    subprocess.run(['bash', str(ROOT / 'scripts' / 'quickstart.sh'), *argument.split(), '--max_iters', '3'], check=True,
+                   env={**os.environ, 'PYTHON': str(fake)}, stdin=subprocess.DEVNULL)
+    train, sample = (tmp_path / 'calls').read_text().splitlines()[-2:]
+    own = argument == ''
+    assert f'--overwrite={own}' in train
+    assert f'--out_dir={"out-quickstart" if own else "mine"}' in sample
