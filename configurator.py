@@ -137,7 +137,8 @@ def check_numbers(config, counts):
         low, high = (1, 2**31) if name in counts.split() else (0, 2**63)
         high = limits.get(name, high)
         if isinstance(value, (int, float)) and not low <= value < high:
-            fail(f'{name}={value}: must be at least {low} and below {high}')
+            bound = f'at least {low}' if value < low else f'below {high}'
+            fail(f'{name}={value}: must be {bound}')
 
 
 def fail(message, code=2, every_rank=False):
@@ -193,7 +194,7 @@ def configure(namespace, argv=None):
     for file in files:
         path = next((p for p in (file, os.path.join(ROOT, file)) if os.path.isfile(p)), None)
         if path is None:
-            fail(f'{file}: no such config file, neither in {os.getcwd()} nor in {ROOT}')
+            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}')
         for name, (value, line) in run_config(path, config).items():
             if name not in config:
                 unknown(f'{path}:{line}', name, f'unknown name {name!r}', config)

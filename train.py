@@ -601,7 +601,7 @@ def log(record):
 card = torch.cuda.get_device_name(device) if gpus else device
 peak = peak_flops(card)                     # None for a card it does not know
 compiled = {True: 'on', False: 'off'}.get(compile, compile)     # or 'blocks'
-say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, fused AdamW {"yes" if fused else "no"}')
+say(f'{mode}, {world_size} x {card}, {dtype}, compile {compiled}, {optimizer}, fused {"yes" if fused else "no"}')
 held = sum(my_shard(p).numel() for p in params.values()) * 4 / 2**20      # MiB of float32 parameters
 whole = num_params * 4 / 2**20
 moments = 2         # numbers of optimizer state per parameter

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up, prepares tiny Shakespeare, trains a small GPT on its characters on whatever device is here, prints a sample.
-# On two CPU cores some 3 minutes with the set-up. Arguments go to train.py; paths are relative to the repository.
+# On two CPU cores three to five minutes with the set-up. Arguments go to train.py; paths are relative to the repository.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh"
 [ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
@@ -22,3 +22,6 @@ if [ "$out" = out-quickstart ]; then
 fi
 "$PYTHON" train.py "$config" --out_dir="$out" --overwrite="$overwrite" "$@"
 "$PYTHON" scripts/sample.py --out_dir="$out" --num_samples=1
+if [ "$PYTHON" = "$PWD/.venv/bin/python" ]; then
+    echo 'before other commands: source .venv/bin/activate'
+fi

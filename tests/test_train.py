@@ -181,13 +181,13 @@ torch.cuda.max_memory_allocated = torch.cuda.set_device = refuse
     done = fork(tmp_path, '--out_dir=a', *BARE, '--max_iters=2', before=gpu)
     config = json.loads((tmp_path / 'a' / 'config.json').read_text())
     assert (config['device'], config['dtype'], config['compile']) == ('cpu', 'float32', False)
-    assert 'fused AdamW yes' in done.out
+    assert 'adamw, fused yes' in done.out
 
 
 def test_start_prints_what_was_derived(base):
     out = (base / 'stdout.txt').read_text()
     for words in (r'4 x block 32 x 2 .*x 1 .*= 256\b', r'\b104,384 parameters',
-                  r'\bcpu, float32, compile off, fused AdamW yes',
+                  r'\bcpu, float32, compile off, adamw, fused yes',
                   r'20 steps .*\b5,120 tokens, 0.28 epochs of '):
         assert re.search(words, out), words
 
@@ -982,7 +982,7 @@ for name in ('item', 'tolist', '__float__', '__bool__', '__int__', 'cpu', 'numpy
 def test_fused_on_a_numbered_gpu(train, tmp_path):
     done = train(tmp_path, '--out_dir=a', '--device=cuda:0', '--compile=False', '--max_iters=2',
                  env={'CUDA_VISIBLE_DEVICES': '0'})
-    assert 'fused AdamW yes' in done.out
+    assert 'adamw, fused yes' in done.out
 
 
 # ---- wandb -----------------------------------------------------------------------------------------------------------
