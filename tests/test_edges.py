@@ -42,9 +42,11 @@ def test_shakespeare_and_labelled_rows_need_no_streams(tmp_path):
 
 
 COMMAND = '''
-import os, sys, tempfile
+import os, signal, sys, tempfile
 sys.path[0] = sys.argv[1]
 from scripts.common import printing
+signal.signal(signal.SIGHUP, signal.SIG_DFL)        # nohup, or a shell's &, has them ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with printing(), tempfile.TemporaryDirectory(dir='.') as folder:
     print('a result')
     if len(sys.argv) > 2:
