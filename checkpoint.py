@@ -127,12 +127,12 @@ def log_record(path, record):
 def catch_signals():
     """A list to which SIGINT, SIGTERM and SIGHUP add their number when they come, so that a run can end after its step;
     the same signal again kills as usual. To be called by the main thread."""
-    came, tells = [], is_rank0() and sys.stderr is not None     # None: it was closed at the start
+    came, rank0 = [], is_rank0()
 
     def on_signal(number, frame):
         came.append(number)
         signal.signal(number, signal.SIG_DFL)
-        if tells:
+        if rank0:
             with suppress(OSError):     # the terminal may be gone; print is not reentrant
                 os.write(2, b'stopping after this step; the same signal again kills at once\n')
     for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):        # the last: the terminal is gone; nohup has it ignored
@@ -185,13 +185,14 @@ def choose_start(config, given, meta):
         trained_by = start['config'].get('optimizer', 'adamw')
         if trained_by != config['optimizer'] and (facts['sharded'] or start['optimizer']):
             raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: --optimizer={trained_by}, '
-                             'or begin a new run with its weights, in another out_dir')
+                             f'or begin a new run with its weights: --init_from={out_dir} --out_dir=ANOTHER')
         facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
         facts['told'].append('; '.join(told + changes(start, config, meta)))
         return {**start, **facts}
     if init_from == 'resume':
-        raise ValueError(f'no complete checkpoint in {out_dir}')
+        raise ValueError(f'no complete checkpoint in {out_dir}: name the folder of a run by --out_dir, or leave out '
+                         '--init_from=resume to start one')
     foreign = Path(out_dir, 'config.json')
     if foreign.is_file() and not config['eval_only'] and 'out_dir' not in read_json(foreign):
         raise ValueError(f"{foreign} is no run's, perhaps a model's, and a run would replace it: another --out_dir")
@@ -203,6 +204,7 @@ def choose_start(config, given, meta):
         start['model_args'], start['model'] = new_model(config, meta)
     else:
         start['model_args'], start['model'] = pretrained(init_from, config, shape_given, meta)
+        facts['told'] = [f'weights from {init_from}']
     return {**start, **facts}
 
 

@@ -78,7 +78,7 @@ def newest_that_loads(out_dir):
                 break       # the older ones need no look
     if not found and torn:
         raise ValueError(f'no checkpoint in {out_dir} loads: {"; ".join(torn.values())}; '
-                         'train.py --init_from=scratch --overwrite=True starts anew and deletes them')
+                         'a run that needs them no more starts anew by --init_from=scratch --overwrite=True')
     if not found:
         return None, {}, {}
     _, path, ckpt = max(found, key=lambda entry: entry[0])      # of one step the first, which is ckpt.pt

@@ -147,7 +147,7 @@ def export(src, dst, to):
         unknown = [name for name in ('rope', 'qk_norm') if ckpt['model_args'][name]]
         if unknown:
             raise ValueError(f'{source}: GPT-2 in Hugging Face form has no {" and no ".join(unknown)}: --to=full or '
-                             '--to=sharded')
+                             '--to=sharded, or train a model without')
     if os.path.isfile(path) or os.path.isdir(path) and os.listdir(path):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
     told = f'wrote {path} from {source}, step {ckpt["iter_num"]}'

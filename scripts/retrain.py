@@ -220,13 +220,12 @@ def finished(out_dir, tasks, val, offsets, jobs):
                 futures = {pool.submit(do, out_dir, *task, val, offsets): task for task in tasks}
             for future in as_completed(futures):
                 yield futures[future], future.result()
-        except BaseException as error:      # Ctrl-C and SIGTERM too: the others still train
+        except BrokenProcessPool:       # which has ended the other workers
+            fail('a training process was killed, perhaps for lack of memory; the same command with --jobs=1 goes on', 1)
+        except BaseException:           # Ctrl-C and SIGTERM too: the workers still train
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
-            if isinstance(error, BrokenProcessPool):
-                fail('a training process was killed, perhaps for lack of memory; the same command with --jobs=1 goes '
-                     'on', 1)
             raise
 
 

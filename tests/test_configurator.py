@@ -277,7 +277,7 @@ def test_ranks_by_hand_speak_each_for_itself(monkeypatch, capsys):
         assert capsys.readouterr().err.count('wrong') == told
 
 
-def test_a_terminal_s_passing_line_gives_way():
+def test_a_terminal_s_passing_line_gives_way(capsys):
     from configurator import tell
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -285,6 +285,7 @@ def test_a_terminal_s_passing_line_gives_way():
     tell('warning\x1b', terminal)
     assert terminal.getvalue() == '\r\x1b[Kstep 1\r\x1b[Kwarning\\x1b\n'
     tell('nowhere', None)
+    assert capsys.readouterr() == ('', '')
 
 
 def test_fuzz(tmp_path, monkeypatch, capsys):
