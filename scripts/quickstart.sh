@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up, prepares tiny Shakespeare, trains a small GPT on its characters on whatever device is here, prints a sample.
-# On two CPU cores three to five minutes with the set-up. Arguments go to train.py; paths are relative to the repository.
+# On two CPU cores three to five minutes with the set-up. Arguments go to train.py; paths are relative to the
+# repository.
 set -euo pipefail
 . "$(dirname "$0")/setup.sh"
 [ -f data/shakespeare_char/train.bin ] || "$PYTHON" data/shakespeare_char/prepare.py
