@@ -463,8 +463,8 @@ def ghost_begin_step():
         ghost_val_loss += loss.detach()
     with torch.no_grad():
         for p, ghost in ghost_pairs:
-            gradient = mean_over_ranks(p.grad) if use_ddp else p.grad
-            ghost.copy_(gradient / scale)
+            gradient = mean_over_ranks(p.grad) if use_ddp else my_shard(p.grad)
+            torch.div(gradient, scale, out=my_shard(ghost))     # as DTensors each would cost the host 0.15 ms
     opt.zero_grad(set_to_none=not use_ddp)
     model.train()
 
