@@ -167,7 +167,7 @@ def choose_start(config, given, meta):
     """find_start's work on rank 0."""
     init_from, out_dir = config['init_from'], config['out_dir']
     shape_given = given.intersection(SHAPE)
-    leftovers = [name for name in OF_A_RUN if Path(out_dir, name).exists()]
+    leftovers = [name for name in OF_A_RUN if os.path.exists(Path(out_dir, name))]
     start = {'iter_num': 0, 'samples_seen': 0, 'best_val_loss': math.inf, 'scaler': {}, 'wandb_id': None}
     facts = {'resumed_from': None, 'sharded': False, 'leftovers': [], 'passed_over': {}, 'told': []}
     if init_from in ('resume', 'auto'):
@@ -194,7 +194,7 @@ def choose_start(config, given, meta):
         raise ValueError(f'no complete checkpoint in {out_dir}: name the folder of a run by --out_dir, or leave out '
                          '--init_from=resume to start one')
     foreign = Path(out_dir, 'config.json')
-    if foreign.is_file() and not config['eval_only'] and 'out_dir' not in read_json(foreign):
+    if os.path.isfile(foreign) and not config['eval_only'] and 'out_dir' not in read_json(foreign):
         raise ValueError(f"{foreign} is no run's, perhaps a model's, and a run would replace it: another --out_dir")
     facts['leftovers'] = leftovers
     if leftovers and init_from != 'auto' and not config['overwrite'] and not config['eval_only']:
@@ -256,7 +256,8 @@ def must_fit(source, ckpt, config, names, meta):
     then, dataset = ckpt.get('meta') or {}, config['dataset']
     allow = 'to train these weights on other tokens all the same, --new_tokenizer=True'
     if then.get('tokenizer') and meta.get('tokenizer', then['tokenizer']) != then['tokenizer']:
-        raise ValueError(f'{source} has another tokenizer than dataset={dataset}: same ids, other text; {allow}')
+        raise ValueError(f'{source} has another tokenizer than dataset={dataset}: the same ids mean other '
+                         f'text; {allow}')
     known, ids = then.get('vocab_size', args['vocab_size']), meta.get('vocab_size', GPT2_VOCAB)
     padded = math.ceil(ids / 64) * 64       # as new_model and nanoGPT round up
     if known not in (ids, padded):
@@ -321,7 +322,8 @@ def check_out_dir(out_dir, leftovers):
             raise ValueError(f'out_dir={out_dir}: torch could not open a checkpoint there: name a folder in UTF-8')
         for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json', 'lock') if name not in leftovers):
             is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json', 'lock')
-            if path.exists() and path.is_dir() != is_folder:
+            right = os.path.isdir(path) if is_folder else os.path.isfile(path)      # not a pipe either
+            if os.path.exists(path) and not right:
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')
         try:

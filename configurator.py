@@ -7,6 +7,7 @@ Then `python script.py config/small.py --batch_size=4` works from any directory,
 import ast
 import builtins
 import difflib
+import glob
 import io
 import os
 import re
@@ -194,7 +195,10 @@ def configure(namespace, argv=None):
     for file in files:
         path = next((p for p in (file, os.path.join(ROOT, file)) if os.path.isfile(p)), None)
         if path is None:
-            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}')
+            there = sorted(glob.glob('*.py', root_dir=os.path.join(ROOT, 'config')))
+            near = difflib.get_close_matches(os.path.basename(file), there, n=1) or there
+            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}; '
+                 f'config/ has {", ".join(near)}')
         for name, (value, line) in run_config(path, config).items():
             if name not in config:
                 unknown(f'{path}:{line}', name, f'unknown name {name!r}', config)

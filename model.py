@@ -244,9 +244,11 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         if config.n_embd % config.n_head:
-            raise ValueError(f'n_embd {config.n_embd} is not divisible by n_head {config.n_head}')
+            fits = math.ceil(config.n_embd / config.n_head) * config.n_head
+            raise ValueError(f'n_embd={config.n_embd} is not divisible by n_head={config.n_head}: n_embd={fits} is')
         if config.rope and config.n_embd // config.n_head % 2:
-            raise ValueError(f'rope: n_embd / n_head = {config.n_embd // config.n_head} is odd, so it has no pairs')
+            raise ValueError(f'rope=True turns pairs, and n_embd / n_head = {config.n_embd // config.n_head} is odd: '
+                             f'n_embd={config.n_embd + config.n_head} fits')
         self.config = config
         self.transformer = nn.ModuleDict(dict(wte=Embedding(config.vocab_size, config.n_embd)))
         if not config.rope:

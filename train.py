@@ -180,9 +180,10 @@ require(init_from in ('scratch', 'resume', 'auto', *OPENAI) or os.path.exists(in
 require(not wandb_log or find_spec('wandb'), 'wandb_log=True needs the package: pip install wandb')
 require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}: '
         f'--min_lr={learning_rate / 10:g}, or --decay_lr=False')
-require(n_embd % n_head == 0, f'n_embd={n_embd} is not divisible by n_head={n_head}')
+require(n_embd % n_head == 0, f'n_embd={n_embd} is not divisible by n_head={n_head}: '
+        f'--n_embd={math.ceil(n_embd / n_head) * n_head}')
 require(not rope or n_embd // n_head % 2 == 0,
-        f'rope=True turns pairs of numbers, and n_embd / n_head = {n_embd // n_head} is odd')
+        f'rope=True turns pairs, and n_embd / n_head = {n_embd // n_head} is odd: --n_embd={n_embd + n_head}')
 rounded_up = math.ceil(gradient_accumulation_steps / world_size) * world_size
 require(gradient_accumulation_steps % world_size == 0,
         f'gradient_accumulation_steps={gradient_accumulation_steps} counts micro-batches of all {world_size} ranks '
@@ -222,7 +223,7 @@ if use_ghost:
     ghost_bins = dict(train_bin=meta['fingerprint'], val_bin=fingerprint(bins['ghost'][0], metas['ghost']))
     ghost_tokenizer = metas['ghost'].get('tokenizer')   # nanoGPT's folders may not record it
     require(ghost_tokenizer == meta.get('tokenizer', ghost_tokenizer) or ghost_tokenizer is None,
-            f'ghost_val_dataset={ghost_val_dataset} has another tokenizer than {dataset}: same ids, other words')
+            f'ghost_val_dataset={ghost_val_dataset} needs the tokenizer of {dataset}: the same ids mean other text')
     ghost_per_rank = math.ceil(ghost_val_batch_size / world_size)       # validation samples of a rank
     if ghost_per_rank > batch_size:
         ghost_per_rank = math.ceil(ghost_per_rank / batch_size) * batch_size    # in whole micro-batches
@@ -613,6 +614,8 @@ say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_ba
     f'x {world_size} ranks = {tokens_per_step:,}')
 tokens_in_all = samples_before(max_iters) * block_size
 say(f'{max_iters:,} steps see {tokens_in_all:,} tokens, {tokens_in_all / bins["train"][2]:.2f} epochs of {dataset}')
+if decay_lr and iter_num < max_iters < warmup_iters:
+    say(f'learning_rate is never reached: max_iters={max_iters} ends before warmup_iters={warmup_iters}')
 if iter_num >= max_iters:
     say(f'step {iter_num:,} is reached already, so there is nothing to train')
 

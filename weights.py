@@ -5,6 +5,7 @@ of torch.distributed.checkpoint; GPT-2 folders in Hugging Face form. Nothing in 
 A checkpoint is a dict: model (weights under the names of GPT.state_dict()), optimizer (state by parameter name),
 model_args (for GPTConfig), iter_num, best_val_loss, config, meta (the record of the data), scaler, wandb_id.
 """
+import glob
 import io
 import json
 import math
@@ -59,8 +60,9 @@ def newest_that_loads(out_dir):
     (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
     sound; or the newest step_N has been renamed.
     """
-    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if path.is_file()]
-    steps = [path for path in Path(out_dir, 'ckpt_dcp').glob('step_*') if re.fullmatch(r'step_\d+', path.name)]
+    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if os.path.isfile(path)]
+    folder = Path(out_dir, 'ckpt_dcp')
+    steps = [folder / name for name in glob.glob('step_*', root_dir=folder) if re.fullmatch(r'step_\d+', name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
     found, torn = [], {}
     for path in paths + steps:
@@ -134,9 +136,8 @@ def read_full(path):
     """The dict of a .pt file, as it is. ValueError if it is missing, torn, or no checkpoint."""
     if not is_utf8(str(path)):
         raise ValueError(f'{path}: torch can only open names in UTF-8: rename it')
-    if os.path.exists(path) and not os.path.isfile(path):   # a pipe, or a device that has no end
-        raise ValueError(f'{path}: not a file')
     try:
+        no_pipe(path)
         with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
             is_whole = zipfile.is_zipfile(file)
     except zipfile.BadZipFile:      # spoilt, so that it seems to be a part of several
@@ -217,6 +218,7 @@ def read_progress(folder):
     """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing
     or too short."""
     try:
+        no_pipe(Path(folder, 'state.json'))
         ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
         for group in ckpt['param_groups']:
             if 'betas' in group:
@@ -475,6 +477,7 @@ def load_hf_tensors(path):
     tensors = {}
     for name in names:
         try:
+            no_pipe(path / name)
             tensors.update(load_file(path / name))
         except Exception as error:      # safetensors has its own kinds
             raise ValueError(f'{path / name}: missing or torn ({why(error)})') from None

@@ -56,7 +56,8 @@ def get_tokenizer(spec):
             try:
                 return np.array([stoi[c] for c in text], np.uint32)
             except KeyError as e:
-                raise ValueError(f"character {e.args[0]!r} is not among the {len(itos)} of this dataset") from None
+                raise ValueError(f"character {e.args[0]!r} is not among the {len(itos)} that this tokenizer knows: "
+                                 "leave it out, or prepare with --tokenizer=byte, which knows all") from None
 
         def decode(ids):
             return "".join(itos[i] for i in ids)

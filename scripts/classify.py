@@ -182,6 +182,8 @@ if rank == 0 and not eval_only:
     begin_out_dir(out_dir, start, config, False)
 say(f'{len(labels)} labels, {raw_model.num_params():,} parameters, {world_size} x {device}, {dtype}; {epochs} epochs '
     f'of {steps_per_epoch:,} steps of {rows_per_step} rows')
+if iter_num < last_step < warmup_iters:
+    say(f'learning_rate is never reached: the last step is {last_step}, before warmup_iters={warmup_iters}')
 best_val_loss = start['best_val_loss']
 if distributed:     # as in train.py: after its first backward pass DDP sums over ranks in another order
     logits_of(model, 'train', [0]).sum().backward()

@@ -61,6 +61,7 @@ def read_ghost(out_dir):
     parts, bins = [], {'train_bin': set(), 'val_bin': set()}
     for path in paths:
         try:
+            no_pipe(path)
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
                 record = file.metadata() or {}
                 for name in bins.keys() & record.keys():        # older runs have neither

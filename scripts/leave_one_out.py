@@ -206,8 +206,10 @@ def main():
     if not all(h.isdecimal() and int(h) > 0 for h in args.horizon.split(',')):
         parser.error(f'--horizon={args.horizon}: expected numbers of steps such as 1,5,20')
     horizon = sorted({1, *map(int, args.horizon.split(','))})
-    if args.samples < 3 or (args.windows is not None and args.windows < 1):
-        parser.error(f'--samples={args.samples} must be at least 3, and --windows={args.windows} at least 1')
+    if args.samples < 3:
+        parser.error(f'--samples={args.samples}: must be at least 3')
+    if args.windows is not None and args.windows < 1:
+        parser.error(f'--windows={args.windows}: must be at least 1')
     device, _ = choose_device(args.device, 'float32')
     source, run = args.checkpoint, args.checkpoint
     if run.is_file():

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+from data.bins import no_pipe
 from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
@@ -116,6 +117,7 @@ def load_pairs(dir, names=None):
 def open_sampled(path):
     """A sampled gradient's file, opened lazily; ValueError if it is torn or holds no tensor named `gradient`."""
     try:
+        no_pipe(path)
         file = safe_open(path, 'pt')
         file.get_slice('gradient')
         return file

@@ -50,6 +50,9 @@ def main():
     parser.add_argument('out_dirs', metavar='OUT_DIR', nargs='+')
     parser.add_argument('--out', metavar='FILE')
     args = parser.parse_intermixed_args()
+    for path in args.out_dirs:
+        if os.path.isfile(path):
+            parser.error(f'{path} is a file: name the folder of the run, which its log.jsonl lies in')
     runs = [read_log(os.path.join(path, 'log.jsonl')) for path in args.out_dirs]
     out = os.path.join(args.out_dirs[0], 'plot.png') if args.out is None else args.out
     plt = load_pyplot(out)

@@ -25,6 +25,7 @@ asks for more halves adds to them.
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -40,7 +41,7 @@ from safetensors import safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, read_tokens, sample_offsets
+from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, no_pipe, read_tokens, sample_offsets
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
@@ -127,8 +128,9 @@ def read_run(out_dir):
         raise ValueError(f'{out_dir}: the run has not taken a step')
     path = Path(out_dir, 'config.json')
     try:
+        no_pipe(path)
         processes = json.loads(path.read_text(encoding='utf-8')).get('world_size', 1)
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f'{path} has no settings of a run ({error}); train.py writes it') from None
     if processes != 1 and config['dropout'] > 0:
         raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {processes} processes, each with '
@@ -171,7 +173,8 @@ def validation_windows(config, name, number, apart):
         _, trained = find_bin(config['dataset'], 'train')
         known = [record['tokenizer'] for record in (meta, trained) if record.get('tokenizer')]
         if len(known) == 2 and known[0] != known[1]:
-            raise ValueError(f'--val={name} has another tokenizer than {config["dataset"]}: same ids, other words')
+            raise ValueError(f'--val={name} has another tokenizer than {config["dataset"]}: the same '
+                             'ids mean other text; prepare it with the same --tokenizer')
     free = np.ones(max(0, val[2] - block), bool)
     if fingerprint(val[0], {}) == fingerprint(own[0], {}):
         for offset in apart:
@@ -360,8 +363,11 @@ def main():
     for name, default in (('halves', 100), ('seeds', 5), ('jobs', 0), ('windows', 1000)):
         parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
     args = parser.parse_args()
-    if args.halves < 4 or not 2 <= args.seeds <= 16 or args.jobs < 0 or args.windows < 1:
-        parser.error('--halves must be at least 4, --seeds from 2 to 16, --jobs and --windows at least 1')
+    for name, low, high in (('halves', 4, math.inf), ('seeds', 2, 16), ('jobs', 0, math.inf), ('windows', 1, math.inf)):
+        value = getattr(args, name)
+        if not low <= value <= high:
+            bound = f'at least {low}' if value < low else f'at most {high}'
+            parser.error(f'--{name}={value}: must be {bound}')
     config, _, steps = read_run(args.out_dir)
     jobs = args.jobs
     if jobs == 0:

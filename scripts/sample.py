@@ -14,6 +14,7 @@ import torch
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from configurator import check_numbers, configure, fail
+from data.bins import no_pipe
 from data.corpus import EOT
 from model import GPT, GPTConfig
 from scripts.common import find_tokenizer, note, printing
@@ -65,6 +66,7 @@ def read_prompt(tokenizer):
     text = start
     if start.startswith('FILE:'):
         try:
+            no_pipe(start[5:])
             text = Path(start[5:]).read_text(encoding='utf-8-sig')
         except (OSError, ValueError) as error:
             raise ValueError(f'start={start}: {why(error)}') from None

@@ -118,7 +118,8 @@ def require(condition, message):
         fail(message)
 
 def require_multiple(size, name, parts, of):
-    require(size % parts == 0, f'{name}={size} is not a multiple of {of} = {parts}')
+    require(size % parts == 0, f'{name}={size} is not a multiple of {of} = {parts}; the next is '
+            f'{math.ceil(size / parts) * parts}')
 
 require(under_torchrun(), 'start by torchrun --standalone --nproc_per_node=N scripts/train_parallel.py ...')
 device, dtype = choose_device(device, dtype)
@@ -131,7 +132,9 @@ check_numbers(config, counts="""tensor_parallel context_parallel pipeline_parall
 choices.update(pipeline_schedule=('1f1b', 'interleaved'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
                dtype=('float32', 'bfloat16'), compile=(True, False))
 for name, values in choices.items():
-    require(config[name] in values, f'{name}={config[name]!r}: this script takes {" or ".join(map(repr, values))}')
+    others = '; train.py takes others' if name in one_value else ''
+    require(config[name] in values,
+            f'{name}={config[name]!r}: this script takes only {" or ".join(map(repr, values))}{others}')
 require(out_dir, 'out_dir is empty: name a folder')
 require(not decay_lr or min_lr <= learning_rate, f'min_lr={min_lr} is above learning_rate={learning_rate}')
 require_multiple(n_embd, 'n_embd', n_head, 'n_head')
@@ -506,6 +509,8 @@ mine = sum(p.to_local().numel() for p in params.values()) * 16 / 2**20
 say(f'{whole.num_params():,} parameters; rank 0 holds {mine:.1f} MiB of them, their gradients and optimizer state')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches x {data_ranks} '
     f'ranks = {tokens_per_step:,}')
+if decay_lr and iter_num < max_iters < warmup_iters:
+    say(f'learning_rate is never reached: max_iters={max_iters} ends before warmup_iters={warmup_iters}')
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
 def stop_not_finite(what):

@@ -182,9 +182,9 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(launch, tmp_path):
 
 
 @pytest.mark.parametrize('mesh,args,words', [
-    ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: this script takes False'),
-    ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: this script takes False'),
-    ('fsdp1', ['--checkpoint_format=full'], "checkpoint_format='full': this script takes 'sharded'"),
+    ('fsdp1', ['--use_ghost=True'], 'use_ghost=True: this script takes only False; train.py takes others'),
+    ('fsdp1', ['--grad_dump=True'], 'grad_dump=True: this script takes only False'),
+    ('fsdp1', ['--checkpoint_format=full'], "checkpoint_format='full': this script takes only 'sharded'"),
     ('fsdp1', ['--tensor_parallel=2'], 'the world size=1 is not a multiple of'),
     ('fsdp1', [INTERLEAVED], 'needs --pipeline_parallel=2'),
     ('tp2', ['--n_head=1'], 'n_head=1 is not a multiple of tensor_parallel = 2'),

@@ -107,6 +107,7 @@ def test_the_newest_checkpoint_is_taken_and_named(fork, sample, run, tmp_path):
     ('--max_new_tokens=-1', ['max_new_tokens=-1']),
     ('--dtype=float8', ['float8']), ('--device=cuda', ['device=cuda']), ('--device=tpu', ['device=tpu']),
     ('--device=cpu:x', ['device=cpu:x']), ('--device=', ['device=']), ('--device=meta:7:7', ['device=meta:7:7']),
+    ('--start=FILE:/dev/zero', ['start=FILE:/dev/zero: a pipe or a device']),
     ('--start=FILE:nothing.txt', ['start=FILE:nothing.txt: No such file']), ('--out_dir=', ['out_dir= does not exist']),
     ('--seed=18446744073709551616', ['seed=18446744073709551616', 'below']), ('stray', ['stray'])])
 def test_wrong_arguments(sample, args, words):
