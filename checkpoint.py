@@ -327,6 +327,8 @@ def check_out_dir(out_dir, leftovers):
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')
         try:
+            with suppress(FileNotFoundError):
+                os.stat(out_dir)        # else of a path that is too long some folders would be made
             os.makedirs(out_dir, exist_ok=True)
             tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
             lock(out_dir)

@@ -354,6 +354,7 @@ def read_metadata(folder):
     ValueError (one line) where .metadata is missing or torn, or holds what torch does not write there."""
     path = os.path.join(folder, '.metadata')
     try:
+        no_pipe(path)
         content = Path(path).read_bytes()
         check_pickle(content)
         found = MetadataUnpickler(io.BytesIO(content)).load()

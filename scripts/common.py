@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import broken, fail, mute, tell, under_torchrun
-from data.bins import find_bin, find_folder, fingerprint, load_meta, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, no_pipe, write_file
 from data.corpus import get_tokenizer
 
 
@@ -80,6 +80,7 @@ def must_be_writable(path, new=False):
     if os.path.isdir(path) or new and os.path.exists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
+        no_pipe(path)       # write_file would put a file in its place, even of /dev/null
         open(f'{path}.tmp', 'wb').close()
         os.remove(f'{path}.tmp')
     except OSError as error:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, read_tokens, sample_offsets
+from data.bins import find_bin, no_pipe, read_tokens, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
@@ -237,10 +237,11 @@ def main():
                                       seen + h * per_step, train[2], block))
         batches.append(torch.from_numpy(read_tokens(train, offsets[h], block + 1, vocab)).to(device))
     fixed = run / 'grad_dotprods' / 'valset.safetensors'
-    if fixed.is_file() and args.windows is None:
+    if fixed.exists() and args.windows is None:
         try:
+            no_pipe(fixed)
             windows = load_file(fixed)['tokens']
-        except (SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError) as error:
             fail(f'{fixed}: torn or not of train.py ({error}); --windows=32 takes others')
     else:
         val, _ = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -153,9 +153,13 @@ def known_windows(out_dir):
     folder, found = Path(out_dir, 'grad_dotprods'), []
     for path in sorted(folder.glob('*.safetensors')):
         name = 'offset' if path.name == 'valset.safetensors' else 'val_offset'
-        with safe_open(path, 'numpy') as file:
-            if name in file.keys():
-                found.append(file.get_tensor(name).ravel())
+        try:
+            no_pipe(path)
+            with safe_open(path, 'numpy') as file:
+                if name in file.keys():
+                    found.append(file.get_tensor(name).ravel())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f'{path}: torn or not of train.py ({error}): run train.py again') from None
     if not found:
         raise ValueError(f'{folder}: no valset.safetensors and no val_offset: which validation windows the values are '
                          'of is not known')

@@ -362,12 +362,13 @@ def settings():
         if not right:
             parser.error(message)
     require(args.size in SIZES, f'--size={args.size}: one of {", ".join(SIZES)}')
-    require(0 < args.learning_rate < math.inf, '--learning_rate must be above 0')
-    require(0 <= args.garbled < 1, '--garbled must be at least 0 and below 1')
-    require(min(args.visits, args.steps, args.seeds) >= 1, '--visits, --steps, --seeds: at least 1')
-    require(args.halves >= 4, '--halves must be at least 4')
-    require(args.other_seed == 0 or 4 <= args.other_seed <= args.halves, '--other_seed: 0, or from 4 to --halves')
-    require(args.at_once >= 0, '--at_once: at least 1')
+    require(0 < args.learning_rate < math.inf, f'--learning_rate={args.learning_rate}: must be a number above 0')
+    require(0 <= args.garbled < 1, f'--garbled={args.garbled}: must be at least 0 and below 1')
+    for name, low in (('visits', 1), ('steps', 1), ('seeds', 1), ('halves', 4), ('at_once', 0)):
+        value = getattr(args, name)
+        require(low <= value < 2**31, f'--{name}={value}: must be at least {low} and below {2**31}')
+    require(args.other_seed == 0 or 4 <= args.other_seed <= args.halves,
+            f'--other_seed={args.other_seed}: must be 0, or from 4 to --halves={args.halves}')
     args.windows, rest = divmod(args.steps * B, args.visits)
     require(rest == 0 and args.windows >= 5, f'--steps={args.steps} of {B} windows and --visits={args.visits}: the '
             'windows must be a whole number, and at least 5')

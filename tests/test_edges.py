@@ -11,7 +11,8 @@ import checkpoint
 import configurator
 from data import bins, labelled, reading
 from scripts import retrain
-from weights import newest_that_loads, read_full, read_json
+from scripts.common import must_be_writable
+from weights import newest_that_loads, read_full, read_json, read_metadata
 
 
 def shell(line, cwd, code=0):
@@ -105,13 +106,17 @@ def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt'):
+    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt', '.metadata', 'grad_dotprods/valset.safetensors'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     for read in (lambda: bins.load_meta(tmp_path), lambda: bins.find_bin(tmp_path, 'train'),
                  lambda: labelled.read_labelled(tmp_path / 'train.csv'), lambda: read_json(tmp_path / 'meta.json'),
-                 lambda: read_full(tmp_path / 'ckpt.pt')):
+                 lambda: read_full(tmp_path / 'ckpt.pt'), lambda: read_metadata(tmp_path),
+                 lambda: labelled.read_texts(tmp_path / 'train.csv'), lambda: retrain.known_windows(tmp_path)):
         with pytest.raises(ValueError, match='a pipe or a device, not a file'):
             read()
+    with pytest.raises(SystemExit):
+        must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
 
 
 def test_names_that_torch_cannot_open(tmp_path):
@@ -125,6 +130,9 @@ def test_names_that_torch_cannot_open(tmp_path):
     assert newest_that_loads(long) == (None, {}, {})
     with pytest.raises(ValueError, match='out_dir=.*: File name too long'):
         checkpoint.check_out_dir(long, [])
+    with pytest.raises(ValueError, match='File name too long'):
+        checkpoint.check_out_dir(str(tmp_path / ('deep/' * 1000)), [])
+    assert not os.listdir(tmp_path)
 
 
 def test_standard_input_that_is_closed(monkeypatch):

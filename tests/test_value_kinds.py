@@ -246,7 +246,7 @@ def test_the_command(job, tmp_path, fork):
     random = [by_name[name]['loss'] for name in ('random', 'random again')]
     assert by_name['all']['minus_random'][0] == pytest.approx(by_name['all']['loss'] - np.mean(random))
     assert rows[0]['kind'] in done.stdout and 'other seed' in done.stdout
-    for more, what in ((['--halves=3'], '--halves'), (['--steps=5', '--visits=3'], '--visits=3'),
+    for more, what in ((['--halves=3'], '--halves=3: must be at least 4'), (['--steps=5', '--visits=3'], '--visits=3'),
                        (['--steps=500'], 'windows of 64'), (['--dataset=nowhere'], 'nowhere'),
                        (['--out=no/rows.jsonl'], 'no/rows.jsonl'), (['--size=2M'], '--size'), (['--out='], 'empty'),
                        (['--visits=32'], '--visits=32'), (['--garbled=1e-9'], 'none or all')):
