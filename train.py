@@ -614,7 +614,7 @@ say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_ba
     f'x {world_size} ranks = {tokens_per_step:,}')
 tokens_in_all = samples_before(max_iters) * block_size
 say(f'{max_iters:,} steps see {tokens_in_all:,} tokens, {tokens_in_all / bins["train"][2]:.2f} epochs of {dataset}')
-if decay_lr and iter_num < max_iters < warmup_iters:
+if decay_lr and not eval_only and iter_num < max_iters < warmup_iters:
     say(f'learning_rate is never reached: max_iters={max_iters} ends before warmup_iters={warmup_iters}')
 if iter_num >= max_iters:
     say(f'step {iter_num:,} is reached already, so there is nothing to train')

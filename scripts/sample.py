@@ -5,6 +5,7 @@ python scripts/sample.py --out_dir=out-shakespeare-char --start='ROMEO:'
 python scripts/sample.py --init_from=gpt2-xl --start='The meaning of life is' --num_samples=3 --max_new_tokens=100
 python scripts/sample.py --start=FILE:prompt.txt          the prompt is what the file holds
 """
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,7 +86,7 @@ def read_prompt(tokenizer):
 try:
     source = init_from
     if init_from == 'resume':
-        if not (out_dir and Path(out_dir).exists()):
+        if not (out_dir and os.path.exists(out_dir)):
             raise ValueError(f'out_dir={out_dir} does not exist; train first, or name another by --out_dir')
         source = newest_checkpoint(out_dir) or out_dir
     checkpoint = read_checkpoint(source)

