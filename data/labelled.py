@@ -229,9 +229,11 @@ def read_texts(path):
     if path == "-" and sys.stdin is None:
         raise ValueError("-: standard input is closed: name a file")
     try:
-        if path != "-":
+        if path == "-":
+            content = sys.stdin.buffer.read()
+        else:
             no_pipe(path)
-        content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+            content = Path(path).read_bytes()
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}; - reads standard input") from None
     texts = [text.removesuffix("\r") for text in decode(content, path).removesuffix("\n").split("\n")]
