@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import pickletools
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,28 @@ def no_pipe(path):
     """OSError if a path is a pipe, a socket or a device, which reading might wait for, or read, for ever."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "a pipe or a device, not a file", os.fspath(path))
+
+
+@contextmanager
+def made_folder(path):
+    """Makes a folder, and those it lies in, for what is then done; if that fails, those that it has made go again.
+    OSError if it can't be made, in words that say what is in the way."""
+    path, made = Path(path).absolute(), []
+    try:
+        for folder in (*reversed(path.parents), path):
+            if os.path.isdir(folder):
+                continue
+            if os.path.lexists(folder):
+                what = "no folder" if os.path.exists(folder) else "a link that leads nowhere"
+                raise OSError(errno.EEXIST, f"{folder} is {what}", os.fspath(path))
+            folder.mkdir(exist_ok=True)     # another process may have made it just now
+            made.append(folder)
+        yield
+    except BaseException:
+        for folder in reversed(made):
+            with suppress(OSError):     # it is not empty
+                folder.rmdir()
+        raise
 
 
 def append_rows(path, rows):

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import fail, mute, tell
-from data.bins import GOLDEN, hash64, load_meta, write_file
+from data.bins import GOLDEN, hash64, load_meta, made_folder, write_file
 from data.download import Unavailable, hub_files, tiktoken_files
 from data.reading import KINDS, BadInput, counts, documents, kind_of, local_files, need
 
@@ -273,8 +273,8 @@ def hold_folder(out_dir):
     """Makes the output's folder where there is none, and keeps other prepares out of it until this process ends,
     however it ends. (On Windows, and on disks without locks, it does not.)"""
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
+        with made_folder(out_dir):
+            handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
         import fcntl
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

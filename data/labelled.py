@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from configurator import tell
-from data.bins import no_pipe, write_file
+from data.bins import made_folder, no_pipe, write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
 SPLITS = "train", "val", "test"
@@ -193,11 +193,11 @@ def write_labelled(out_dir, columns, splits, overwrite):
     other = [path for path in there if path.suffix != ".csv" or path.read_bytes() != contents[path.stem]]
     if other and not overwrite:
         raise ValueError(f"{other[0]} holds other rows: --overwrite replaces them, --out_dir leaves them")
-    for path in other:
-        path.unlink()
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    for split in reversed(SPLITS):
-        write_file(Path(out_dir, f"{split}.csv"), contents[split])
+    with made_folder(out_dir):
+        for path in other:
+            path.unlink()
+        for split in reversed(SPLITS):
+            write_file(Path(out_dir, f"{split}.csv"), contents[split])
     return f"{out_dir}: " + ", ".join(f"{len(splits[split]):,} rows in {split}.csv" for split in SPLITS)
 
 

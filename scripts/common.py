@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import broken, fail, mute, tell, under_torchrun
-from data.bins import find_bin, find_folder, fingerprint, load_meta, no_pipe, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe, write_file
 from data.corpus import get_tokenizer
 
 
@@ -85,6 +86,15 @@ def must_be_writable(path, new=False):
         os.remove(f'{path}.tmp')
     except OSError as error:
         fail(f'{path}: cannot be written: {error.strerror}')
+
+
+def make_out_folder(path, option='--out'):
+    """Make the folder that the results go into; end with one line, before any work, if they can't be written there."""
+    try:
+        with made_folder(path):
+            tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        fail(f'{option}={path}: {error.strerror}: name a folder that can be written')
 
 
 def write_result(path, data):

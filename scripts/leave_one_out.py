@@ -30,8 +30,8 @@ from data.bins import find_bin, no_pipe, read_tokens, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, fail, load_pyplot, lr_at, must_be_one_process, note, one_line_parser,
-                            printing, run_tokens, spearman, write_csv, write_picture)
+from scripts.common import (choose_device, fail, load_pyplot, lr_at, make_out_folder, must_be_one_process, note,
+                            one_line_parser, printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
@@ -253,10 +253,7 @@ def main():
     state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
              in model.named_parameters()}
     out = args.out or run / 'leave_one_out'
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f'--out={out}: {error.strerror}')
+    make_out_folder(out)
     if config['dropout'] > 0:
         note('the run has dropout; here there is none')
 

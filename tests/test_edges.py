@@ -9,8 +9,8 @@ from conftest import ENV, ROOT
 
 import checkpoint
 import configurator
-from data import bins, labelled, reading
-from scripts import retrain
+from data import bins, corpus, labelled, reading
+from scripts import common, retrain
 from scripts.common import must_be_writable
 from weights import newest_that_loads, read_full, read_json, read_metadata
 
@@ -133,6 +133,21 @@ def test_names_that_torch_cannot_open(tmp_path):
     with pytest.raises(ValueError, match='File name too long'):
         checkpoint.check_out_dir(str(tmp_path / ('deep/' * 1000)), [])
     assert not os.listdir(tmp_path)
+
+
+def test_folders_that_can_not_be_made(tmp_path, capsys):
+    """Nothing is left of them, and a link that leads nowhere is told as such."""
+    os.symlink('/nowhere/x', tmp_path / 'link')
+    (tmp_path / 'file').touch()
+    bad = {'link': 'link is a link that leads nowhere', 'link/sub': 'link is a link that leads nowhere',
+           'file/sub': 'file is no folder', f'new/{"x" * 300}': 'File name too long', 'a/' * 2500: 'File name too long'}
+    for name, line in bad.items():
+        for make in (lambda path: checkpoint.check_out_dir(str(path), []), common.make_out_folder, corpus.hold_folder,
+                     lambda path: labelled.write_labelled(path, ['label'], {s: [['a']] for s in labelled.SPLITS}, 0)):
+            with pytest.raises((SystemExit, ValueError, OSError)) as error:
+                make(tmp_path / name)
+            assert line in capsys.readouterr().err + str(getattr(error.value, 'strerror', error.value))
+            assert sorted(os.listdir(tmp_path)) == ['file', 'link']
 
 
 def test_standard_input_that_is_closed(monkeypatch):
