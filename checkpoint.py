@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import report_error, tell
-from data.bins import FULL, GPT2_VOCAB, append_rows, made_folder, write_file
+from data.bins import FULL, GPT2_VOCAB, append_rows, made_folder, said, write_file
 from model import GPT, GPTConfig
 from weights import SafeReader, complete, is_utf8, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
@@ -105,7 +105,9 @@ def on_rank0(function, *args):
         try:
             result = function(*args)
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem = said(error)
+            if getattr(error, 'filename', None):
+                problem = f'{error.filename}: {problem}'
     problem = from_rank0(problem)
     if problem is not None:
         raise ValueError(problem)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from configurator import tell
-from data.bins import made_folder, no_pipe, write_file
+from data.bins import made_folder, read_file, write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
 SPLITS = "train", "val", "test"
@@ -84,8 +84,7 @@ def read_labelled(path, label_column="", text_column=""):
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"{path}: the name must end in one of {', '.join(KINDS)}")
     try:
-        no_pipe(path)
-        content = decode(path.read_bytes(), path)
+        content = decode(read_file(path), path)
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
     read = json_rows if KINDS[path.suffix.lower()] is None else table_rows
@@ -232,8 +231,7 @@ def read_texts(path):
         if path == "-":
             content = sys.stdin.buffer.read()
         else:
-            no_pipe(path)
-            content = Path(path).read_bytes()
+            content = read_file(path)
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}; - reads standard input") from None
     texts = [text.removesuffix("\r") for text in decode(content, path).removesuffix("\n").split("\n")]

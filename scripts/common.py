@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import broken, fail, mute, tell, under_torchrun
-from data.bins import find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe, said, write_file
 from data.corpus import get_tokenizer
 
 
@@ -69,7 +69,7 @@ def printing():
             mute(sys.stdout)
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        fail(f'{error.filename}: {error.strerror}' if error.filename else error, code=1)
+        fail(f'{error.filename}: {error.strerror}' if error.filename else said(error), code=1)
     except ValueError as error:
         fail(error, code=1)
 
@@ -78,7 +78,7 @@ def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if not path:
         fail('the name of a file to write is empty')
-    if os.path.isdir(path) or new and os.path.exists(path):
+    if os.path.isdir(path) or new and os.path.lexists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
         no_pipe(path)       # write_file would put a file in its place, even of /dev/null

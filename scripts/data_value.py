@@ -29,7 +29,8 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe
+from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, made_folder, open_file,
+                       read_file, said)
 from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, note, one_line_parser,
                             printing, run_tokens, without, write_csv, write_picture, write_result)
@@ -61,7 +62,7 @@ def read_ghost(out_dir):
     parts, bins = [], {'train_bin': set(), 'val_bin': set()}
     for path in paths:
         try:
-            no_pipe(path)
+            open_file(path).close()         # safetensors' own errors say less
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
                 record = file.metadata() or {}
                 for name in bins.keys() & record.keys():        # older runs have neither
@@ -76,7 +77,7 @@ def read_ghost(out_dir):
                 raise ValueError('it has an offset below 0')
             parts.append(part)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f'{path}: torn or not of train.py ({error}); '
+            raise ValueError(f'{path}: torn or not of train.py ({said(error)}); '
                              'move it away and the others can be read') from None
     for name, seen in bins.items():
         if len(seen) > 1:
@@ -142,7 +143,7 @@ def read_metas(out_dir, folder):
             metas.append(read(path))
         except (ValueError, OSError, LookupError, TypeError) as error:
             metas.append({})
-            note(f'tokenizer and domains may be missing: {error}')
+            note(f'tokenizer and domains may be missing: {said(error)}')
     return metas
 
 
@@ -171,7 +172,7 @@ def find_text(out_dir, folder, then, now, block_size, end):
             raise ValueError(f'{path} has {tokens:,} tokens, the run saw {max(recorded, end):,}: prepared anew?')
         decode = get_tokenizer(meta.get('tokenizer') or 'gpt2').decode
     except (OSError, ValueError, SystemExit) as error:
-        note(f'no text: {error}')
+        note(f'no text: {said(error)}')
         return lambda offset: ''
     return lambda offset: decode(np.fromfile(path, dtype, block_size, offset=int(offset) * dtype.itemsize).tolist())
 
@@ -386,13 +387,12 @@ def read_config(out_dir):
     """The run's config.json, of which dataset and block_size are used; one line if it has not these."""
     path = out_dir / 'config.json'
     try:
-        no_pipe(path)
-        config = json.loads(path.read_text(encoding='utf-8'))
+        config = json.loads(read_file(path))
         find_folder(config['dataset'])
         if type(config['block_size']) is not int or config['block_size'] < 1:
             raise ValueError(f'block_size is {config["block_size"]!r}')
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        fail(f'{path}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
+        fail(f'{path}: {type(error).__name__}: {said(error)}; train.py writes it beside grad_dotprods', 1)
     return config
 
 

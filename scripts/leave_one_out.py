@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, no_pipe, read_tokens, sample_offsets
+from data.bins import find_bin, open_file, read_tokens, said, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
@@ -239,10 +239,10 @@ def main():
     fixed = run / 'grad_dotprods' / 'valset.safetensors'
     if fixed.exists() and args.windows is None:
         try:
-            no_pipe(fixed)
+            open_file(fixed).close()        # safetensors' own errors say less
             windows = load_file(fixed)['tokens']
         except (OSError, SafetensorError, KeyError) as error:
-            fail(f'{fixed}: torn or not of train.py ({error}); --windows=32 takes others')
+            fail(f'{fixed}: torn or not of train.py ({said(error)}); --windows=32 takes others')
     else:
         val, _ = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
         number = args.windows or 32

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import no_pipe
+from data.bins import open_file, said
 from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
@@ -117,12 +117,12 @@ def load_pairs(dir, names=None):
 def open_sampled(path):
     """A sampled gradient's file, opened lazily; ValueError if it is torn or holds no tensor named `gradient`."""
     try:
-        no_pipe(path)
+        open_file(path).close()     # safetensors' own errors say less
         file = safe_open(path, 'pt')
         file.get_slice('gradient')
         return file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f'{path}: missing or torn ({error})') from None
+        raise ValueError(f'{path}: missing or torn ({said(error)})') from None
 
 
 def find_steps(run):

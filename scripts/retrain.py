@@ -41,7 +41,8 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, no_pipe, read_tokens, sample_offsets
+from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, open_file, read_file, read_tokens, said,
+                       sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
@@ -128,10 +129,9 @@ def read_run(out_dir):
         raise ValueError(f'{out_dir}: the run has not taken a step')
     path = Path(out_dir, 'config.json')
     try:
-        no_pipe(path)
-        processes = json.loads(path.read_text(encoding='utf-8')).get('world_size', 1)
+        processes = json.loads(read_file(path)).get('world_size', 1)
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f'{path} has no settings of a run ({error}); train.py writes it') from None
+        raise ValueError(f'{path} has no settings of a run ({said(error)}); train.py writes it') from None
     if processes != 1 and config['dropout'] > 0:
         raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {processes} processes, each with '
                          'draws of its own, which cannot be done again on one: this needs --dropout=0, or a run on one '
@@ -154,12 +154,12 @@ def known_windows(out_dir):
     for path in sorted(folder.glob('*.safetensors')):
         name = 'offset' if path.name == 'valset.safetensors' else 'val_offset'
         try:
-            no_pipe(path)
+            open_file(path).close()     # safetensors' own errors say less
             with safe_open(path, 'numpy') as file:
                 if name in file.keys():
                     found.append(file.get_tensor(name).ravel())
         except (OSError, SafetensorError) as error:
-            raise ValueError(f'{path}: torn or not of train.py ({error}): run train.py again') from None
+            raise ValueError(f'{path}: torn or not of train.py ({said(error)}): run train.py again') from None
     if not found:
         raise ValueError(f'{folder}: no valset.safetensors and no val_offset: which validation windows the values are '
                          'of is not known')

@@ -10,7 +10,7 @@ from conftest import ENV, ROOT
 import checkpoint
 import configurator
 from data import bins, corpus, labelled, reading
-from scripts import common, retrain
+from scripts import common, data_value, export, load_grads, retrain
 from scripts.common import must_be_writable
 from weights import newest_that_loads, read_full, read_json, read_metadata
 
@@ -106,15 +106,19 @@ def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt', '.metadata', 'grad_dotprods/valset.safetensors'):
+    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt', '.metadata', 'grad_dotprods/valset.safetensors',
+                 'grad_dotprods/iter_000001.safetensors'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     for read in (lambda: bins.load_meta(tmp_path), lambda: bins.find_bin(tmp_path, 'train'),
                  lambda: labelled.read_labelled(tmp_path / 'train.csv'), lambda: read_json(tmp_path / 'meta.json'),
                  lambda: read_full(tmp_path / 'ckpt.pt'), lambda: read_metadata(tmp_path),
-                 lambda: labelled.read_texts(tmp_path / 'train.csv'), lambda: retrain.known_windows(tmp_path)):
-        with pytest.raises(ValueError, match='a pipe or a device, not a file'):
+                 lambda: labelled.read_texts(tmp_path / 'train.csv'), lambda: retrain.known_windows(tmp_path),
+                 lambda: newest_that_loads(tmp_path), lambda: export.export(str(tmp_path), f'{tmp_path}/new', 'full'),
+                 lambda: data_value.read_ghost(tmp_path), lambda: load_grads.open_sampled(tmp_path / 'train.csv')):
+        with pytest.raises(ValueError, match='a pipe or a device, not a file') as error:
             read()
+        assert 'Errno' not in str(error.value)
     with pytest.raises(SystemExit):
         must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
 
