@@ -80,12 +80,13 @@ def hold_streams():
 
 def report_error(kind, error, trace):
     """For sys.excepthook: one line where a traceback does not help. After Ctrl-C Python then ends as by that signal."""
+    words = str(error).partition('\n')[0]
     if isinstance(error, KeyboardInterrupt):
         line = 'stopped'
     elif isinstance(error, FileNotFoundError) and error.errno and error.filename is None:   # getcwd's
         line = 'the working directory has been deleted: cd to another'
-    elif isinstance(error, MemoryError):
-        line = f'out of memory: {error or "it was asked for more than there is"}'
+    elif isinstance(error, MemoryError) or 'allocate memory' in words or 'out of memory' in words:      # torch's
+        line = f'out of memory: {words or "it was asked for more than there is"}'
     else:
         return sys.__excepthook__(kind, error, trace)
     tell(f'{os.path.basename(sys.argv[0])}: {line}', sys.stderr)

@@ -64,6 +64,8 @@ def made_folder(path):
     OSError if it can't be made, in words that say what is in the way."""
     path, made = Path(path).absolute(), []
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)       # the system refuses at once a path that is too long, be it of a thousand folders
         for folder in (*reversed(path.parents), path):
             if os.path.isdir(folder):
                 continue

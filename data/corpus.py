@@ -158,12 +158,13 @@ def add_encoding(parser):
 
 
 def check_options(args):
-    for name, low in (("num_docs", 1), ("val_docs", 1), ("workers", 1), ("chunk_mb", 1e-6), ("seed", 0)):
+    for name, low, high in (("num_docs", 1, 2**63), ("val_docs", 1, 2**63), ("workers", 1, 1024),
+                            ("chunk_mb", 1e-6, 1000), ("seed", 0, 2**63)):
         value = getattr(args, name)
         if value is not None and not value >= low:  # nor nan
             fail(f"--{name} {value}: must be at least {low}")
-    if args.chunk_mb > 1000:
-        fail(f"--chunk_mb {args.chunk_mb}: must be at most 1000")
+        if value is not None and value > high:
+            fail(f"--{name} {value}: must be at most {high}")
     if args.val_docs and args.val_fraction is not None:
         fail("--val_fraction and --val_docs exclude each other")
     if args.val_docs and args.num_docs and args.val_docs >= args.num_docs:

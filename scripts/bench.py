@@ -383,6 +383,8 @@ def parse():
     for name in 'steps', 'nproc', 'samples':
         if vars(args)[name] < 1:
             fail(f'--{name}={vars(args)[name]}: must be at least 1')
+    if args.nproc > 1024:
+        fail(f'--nproc={args.nproc}: must be at most 1024')
     if args.peer and 'plain' not in modes:
         fail('--peer runs on the batches of plain: name plain among the --modes')
     if args.peer and not Path(args.peer, 'model.py').is_file():

@@ -45,7 +45,7 @@ from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, op
                        sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
-from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
+from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
                             run_tokens, spearman, without)
 from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint
@@ -188,6 +188,7 @@ def validation_windows(config, name, number, apart):
         raise ValueError(f'{val[0]} has too little text that the values were not computed from; name another dataset '
                          'to judge them on: --val=DATASET')
     number = min(number, len(offsets))
+    must_fit(16 * number * (block + 1), f'--windows={number}')
     return val, offsets[np.arange(number) * len(offsets) // number]
 
 
@@ -303,6 +304,7 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
         fail(f'{out_dir}: the values are of {len(scored["iter"]):,} steps up to {scored["iter"][-1]:,}, the newest '
              f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
     offset, value, visits, loss = by_window(samples)
+    must_fit(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
@@ -367,7 +369,7 @@ def main():
     for name, default in (('halves', 100), ('seeds', 5), ('jobs', 0), ('windows', 1000)):
         parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
     args = parser.parse_args()
-    for name, low, high in (('halves', 4, math.inf), ('seeds', 2, 16), ('jobs', 0, math.inf), ('windows', 1, math.inf)):
+    for name, low, high in (('halves', 4, math.inf), ('seeds', 2, 16), ('jobs', 0, 1024), ('windows', 1, math.inf)):
         value = getattr(args, name)
         if not low <= value <= high:
             bound = f'at least {low}' if value < low else f'at most {high}'

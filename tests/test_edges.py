@@ -10,7 +10,7 @@ from conftest import ENV, ROOT
 import checkpoint
 import configurator
 from data import bins, corpus, labelled, reading
-from scripts import common, data_value, export, load_grads, retrain
+from scripts import bench, common, data_value, export, leave_one_out, load_grads, retrain, value_kinds
 from scripts.common import must_be_writable
 from weights import newest_that_loads, read_full, read_json, read_metadata
 
@@ -86,6 +86,7 @@ def test_closed_streams_are_held(tmp_path):
 
 @pytest.mark.parametrize('error, line', [
     (KeyboardInterrupt(), 'stopped'), (MemoryError('8 GB'), 'out of memory: 8 GB'),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nat::empty"), 'out of memory: Default'),
     (FileNotFoundError(2, 'No such file or directory'), 'the working directory has been deleted: cd to another')])
 def test_one_line_in_place_of_a_traceback(capsys, monkeypatch, error, line):
     monkeypatch.setattr(sys, 'argv', ['x/y.py'])
@@ -152,6 +153,21 @@ def test_folders_that_can_not_be_made(tmp_path, capsys):
                 make(tmp_path / name)
             assert line in capsys.readouterr().err + str(getattr(error.value, 'strerror', error.value))
             assert sorted(os.listdir(tmp_path)) == ['file', 'link']
+
+
+@pytest.mark.parametrize('main, args, line', [
+    (leave_one_out.main, ['run', '--horizon=1000000000'], '--horizon=1000000000: expected numbers of steps'),
+    (retrain.main, ['run', '--jobs=1000000'], '--jobs=1000000: must be at most 1024'),
+    (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--halves=2000000000'], 'GiB'),
+    (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--seeds=2000000000'], 'GiB'),
+    (lambda: common.must_fit(2**60, '--windows=9'), [], '--windows=9 needs 1,073,741,824 GiB of memory, and this'),
+    (bench.parse, ['--nproc=10000000'], '--nproc=10000000: must be at most 1024')])
+def test_numbers_that_no_machine_can_hold(tiny, monkeypatch, capsys, main, args, line):
+    monkeypatch.setattr(sys, 'argv', ['script.py', *(arg.replace('DATA', str(tiny)) for arg in args)])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().err
+    assert line in told and told.count('\n') == 1
 
 
 def test_standard_input_that_is_closed(monkeypatch):

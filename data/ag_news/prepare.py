@@ -81,8 +81,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
         fail(f"--val_fraction {args.val_fraction}: must be above 0 and below 1")
-    if args.seed < 0:
-        fail(f"--seed {args.seed}: must be at least 0")
+    if not 0 <= args.seed < 2**63:
+        fail(f"--seed {args.seed}: must be at least 0 and below {2**63}")
     try:
         train_path, test_path = args.input or download(args.download_dir or args.out_dir / "download")
         with one_line():
