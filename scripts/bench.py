@@ -45,13 +45,14 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import configure     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from configurator import configure
 from data.bins import find_folder, made_folder
 from scripts.common import fail, make_out_folder, must_be_writable, note, one_line_parser, printing, write_result
 

@@ -21,15 +21,16 @@ import shutil
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from scripts.common import find_tokenizer, note, one_line_parser, printing     # before torch: it makes Ctrl-C one line
+
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import made_folder, write_file
 from data.corpus import EOT, tiktoken_files
-from scripts.common import find_tokenizer, note, one_line_parser, printing
 from weights import TRANSPOSED, newest_checkpoint, one_process_too, read_checkpoint, why
 
 

@@ -19,18 +19,20 @@ checkpoint. Computes in float32, without dropout, on one CPU or GPU.
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import check_tokens, find_bin, open_file, read_tokens, said, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, fail, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_fit,
+from scripts.common import (choose_device, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_fit,
                             note, one_line_parser, printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 

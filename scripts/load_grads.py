@@ -15,15 +15,17 @@ import re
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import metadata
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import open_file, said
-from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
+from scripts.common import literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
 # the second and fourth are what OLMo-core's dumper calls them in other revisions; the files are the same

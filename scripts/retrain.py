@@ -35,17 +35,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, open_file, read_file, read_tokens, said,
                        sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
-from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
+from scripts.common import (bootstrap, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
                             run_tokens, spearman, without)
 from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint

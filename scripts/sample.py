@@ -10,11 +10,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from configurator import check_numbers, configure, fail
+from configurator import check_numbers, configure, fail     # before torch: it makes Ctrl-C one line
+
+import torch
+
 from data.bins import no_pipe
 from data.corpus import EOT
 from model import GPT, GPTConfig

@@ -34,14 +34,16 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import append_rows, check_tokens, find_bin
-from scripts.common import (auc, bootstrap, choose_device, fail, lr_at, must_be_one_process,
+from scripts.common import (auc, bootstrap, choose_device, lr_at, must_be_one_process,
                             must_be_writable, must_fit, note, one_line_parser, printing, spearman)
 
 T, B = 64, 32                                   # tokens a window, windows a step

@@ -96,6 +96,16 @@ def test_one_line_in_place_of_a_traceback(capsys, monkeypatch, error, line):
         assert told.startswith('y.py: ') and told.count('\n') == 1 and line.partition(':')[0] in told
 
 
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """A second at the start of each command."""
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    for name in ('bench', 'classify', 'export', 'leave_one_out', 'load_grads', 'retrain', 'sample', 'train_parallel',
+                 'value_kinds'):
+        done = subprocess.run([sys.executable, f'{ROOT}/scripts/{name}.py', '--help'], capture_output=True, text=True,
+                              env={**ENV, 'PYTHONPATH': str(tmp_path)})
+        assert (done.returncode, done.stderr) == (-2, f'{name}.py: stopped\n'), done
+
+
 def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
     (tmp_path / 'broken_package.py').write_text('raise ValueError("numpy.dtype size changed")')
     monkeypatch.syspath_prepend(tmp_path)
