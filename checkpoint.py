@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
                                                      set_model_state_dict, set_optimizer_state_dict)
 
 from configurator import report_error, tell
-from data.bins import FULL, GPT2_VOCAB, append_rows, write_file
+from data.bins import FULL, GPT2_VOCAB, append_rows, made_folder, said, write_file
 from model import GPT, GPTConfig
 from weights import SafeReader, complete, is_utf8, newest_that_loads, one_process_too, read_checkpoint, read_json, why
 
@@ -105,7 +105,9 @@ def on_rank0(function, *args):
         try:
             result = function(*args)
         except (ValueError, OSError) as error:
-            problem = str(error)
+            problem = said(error)
+            if getattr(error, 'filename', None):
+                problem = f'{error.filename}: {problem}'
     problem = from_rank0(problem)
     if problem is not None:
         raise ValueError(problem)
@@ -327,11 +329,9 @@ def check_out_dir(out_dir, leftovers):
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')
         try:
-            with suppress(FileNotFoundError):
-                os.stat(out_dir)        # else of a path that is too long some folders would be made
-            os.makedirs(out_dir, exist_ok=True)
-            tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
-            lock(out_dir)
+            with made_folder(out_dir):
+                tempfile.TemporaryFile(dir=out_dir).close()     # a file of a fixed name may be another's
+                lock(out_dir)
         except OSError as error:
             raise ValueError(f'out_dir={out_dir}: {error.strerror}: name a folder that can be written') from None
     on_rank0(attempt)

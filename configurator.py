@@ -80,12 +80,13 @@ def hold_streams():
 
 def report_error(kind, error, trace):
     """For sys.excepthook: one line where a traceback does not help. After Ctrl-C Python then ends as by that signal."""
+    words = str(error).partition('\n')[0]
     if isinstance(error, KeyboardInterrupt):
         line = 'stopped'
     elif isinstance(error, FileNotFoundError) and error.errno and error.filename is None:   # getcwd's
         line = 'the working directory has been deleted: cd to another'
-    elif isinstance(error, MemoryError):
-        line = f'out of memory: {error or "it was asked for more than there is"}'
+    elif isinstance(error, MemoryError) or 'allocate memory' in words or 'out of memory' in words:      # torch's
+        line = f'out of memory: {words or "it was asked for more than there is"}'
     else:
         return sys.__excepthook__(kind, error, trace)
     tell(f'{os.path.basename(sys.argv[0])}: {line}', sys.stderr)
@@ -195,10 +196,8 @@ def configure(namespace, argv=None):
     for file in files:
         path = next((p for p in (file, os.path.join(ROOT, file)) if os.path.isfile(p)), None)
         if path is None:
-            there = sorted(glob.glob('*.py', root_dir=os.path.join(ROOT, 'config')))
-            near = difflib.get_close_matches(os.path.basename(file), there, n=1) or there
-            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}; '
-                 f'config/ has {", ".join(near)}')
+            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}'
+                 f'{near_config(file) or "; config/ has " + ", ".join(configs_in("config"))}')
         for name, (value, line) in run_config(path, config).items():
             if name not in config:
                 unknown(f'{path}:{line}', name, f'unknown name {name!r}', config)
@@ -218,7 +217,24 @@ def unknown(where, word, problem, names):
         near = [ELSEWHERE[name]]
     if near and re.fullmatch(r'[\w-]+|--[\w.-]+', word):       # not of a path
         hint = f'; nearest name: {near[0]}'
+    if not word.startswith('-'):
+        hint = near_config(word) or hint
     fail(f'{where}: {problem}; arguments are --name=value or a config file (.py){hint}')
+
+
+def configs_in(folder):
+    """The names of the config files in a folder, looked up as a config file is."""
+    return sorted({name for root in ('', ROOT) for name in glob.glob('*.py', root_dir=os.path.join(root, folder))})
+
+
+def near_config(file):
+    """A hint at the config file whose name is nearest to that of `file`, which may lack its .py; '' if none is near."""
+    name = os.path.basename(file).removesuffix('.py') + '.py'
+    for folder in (os.path.dirname(file) or 'config', 'config'):
+        near = difflib.get_close_matches(name, configs_in(folder), n=1) if folder else []
+        if near:
+            return f'; nearest config file: {os.path.join(folder, near[0])}'
+    return ''
 
 
 def split(argv, choices):

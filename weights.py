@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from configurator import tell
-from data.bins import check_meta, check_pickle, no_pipe
+from data.bins import check_meta, check_pickle, open_file, read_file, said
 from model import GPT, GPTConfig
 
 
@@ -60,7 +60,7 @@ def newest_that_loads(out_dir):
     (None, {}, {}) if there is none. ValueError (one line) if none of several loads, or one may not be read: it may be
     sound; or the newest step_N has been renamed.
     """
-    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if os.path.isfile(path)]
+    paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if os.path.lexists(path)]
     folder = Path(out_dir, 'ckpt_dcp')
     steps = [folder / name for name in glob.glob('step_*', root_dir=folder) if re.fullmatch(r'step_\d+', name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
@@ -70,7 +70,7 @@ def newest_that_loads(out_dir):
             ckpt = read_progress(path) if path in steps else read_checkpoint(path)
         except ValueError as error:
             if isinstance(error.__cause__, OSError):
-                raise
+                raise ValueError(f'{error}: mend that, or move it away') from error.__cause__
             torn[path] = str(error)
         else:
             found.append((ckpt['iter_num'], path, ckpt))
@@ -137,8 +137,7 @@ def read_full(path):
     if not is_utf8(str(path)):
         raise ValueError(f'{path}: torch can only open names in UTF-8: rename it')
     try:
-        no_pipe(path)
-        with open(path, 'rb') as file:      # torch.save's are zip files, whose directory comes last
+        with open_file(path) as file:       # torch.save's are zip files, whose directory comes last
             is_whole = zipfile.is_zipfile(file)
     except zipfile.BadZipFile:      # spoilt, so that it seems to be a part of several
         is_whole = False
@@ -218,8 +217,7 @@ def read_progress(folder):
     """The dict of a ckpt_dcp/step_N without its tensors: state.json. ValueError (one line) if a file of it is missing
     or too short."""
     try:
-        no_pipe(Path(folder, 'state.json'))
-        ckpt = json.loads(Path(folder, 'state.json').read_text(encoding='utf-8'))
+        ckpt = json.loads(read_file(Path(folder, 'state.json')))
         for group in ckpt['param_groups']:
             if 'betas' in group:
                 group['betas'] = tuple(group['betas'])      # JSON has no tuple
@@ -354,8 +352,7 @@ def read_metadata(folder):
     ValueError (one line) where .metadata is missing or torn, or holds what torch does not write there."""
     path = os.path.join(folder, '.metadata')
     try:
-        no_pipe(path)
-        content = Path(path).read_bytes()
+        content = read_file(path)
         check_pickle(content)
         found = MetadataUnpickler(io.BytesIO(content)).load()
         if type(found) is not metadata.Metadata:
@@ -376,7 +373,7 @@ def read_metadata(folder):
     except PermissionError as error:
         raise ValueError(f'{path}: {error.strerror}') from error
     except Exception as error:      # a torn pickle fails in many ways
-        raise ValueError(f'{path}: torn or not a checkpoint ({" ".join(str(error).split())})') from None
+        raise ValueError(f'{path}: torn or not a checkpoint ({said(error)})') from None
     return metadata.Metadata(tensors, storage_data=found.storage_data, storage_meta=metadata.StorageMeta())
 
 
@@ -449,8 +446,7 @@ def download_gpt2(name):
 def read_json(path):
     """The object that a JSON file holds. ValueError (one line) if it is missing, torn, or holds something else."""
     try:
-        no_pipe(path)
-        found = json.loads(Path(path).read_text(encoding='utf-8'))
+        found = json.loads(read_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'{path}: missing or torn ({why(error)})') from None
     if not isinstance(found, dict):
@@ -478,7 +474,7 @@ def load_hf_tensors(path):
     tensors = {}
     for name in names:
         try:
-            no_pipe(path / name)
+            open_file(path / name).close()      # safetensors' own errors say less
             tensors.update(load_file(path / name))
         except Exception as error:      # safetensors has its own kinds
             raise ValueError(f'{path / name}: missing or torn ({why(error)})') from None

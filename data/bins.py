@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import pickletools
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,47 @@ def no_pipe(path):
     """OSError if a path is a pipe, a socket or a device, which reading might wait for, or read, for ever."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "a pipe or a device, not a file", os.fspath(path))
+
+
+def open_file(path):
+    """A file, open to read its bytes. OSError if that can't be, as for a folder or no_pipe's."""
+    no_pipe(path)
+    return open(path, "rb")
+
+
+def read_file(path):
+    """The bytes of a file; open_file's errors."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def said(error):
+    """What an error says, in one line: of the system's the words, without the number and the path."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
+
+
+@contextmanager
+def made_folder(path):
+    """Makes a folder, and those it lies in, for what is then done; if that fails, those that it has made go again.
+    OSError if it can't be made, in words that say what is in the way."""
+    path, made = Path(path).absolute(), []
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)       # the system refuses at once a path that is too long, be it of a thousand folders
+        for folder in (*reversed(path.parents), path):
+            if os.path.isdir(folder):
+                continue
+            if os.path.lexists(folder):
+                what = "no folder" if os.path.exists(folder) else "a link that leads nowhere"
+                raise OSError(errno.EEXIST, f"{folder} is {what}", os.fspath(path))
+            folder.mkdir(exist_ok=True)     # another process may have made it just now
+            made.append(folder)
+        yield
+    except BaseException:
+        for folder in reversed(made):
+            with suppress(OSError):     # it is not empty
+                folder.rmdir()
+        raise
 
 
 def append_rows(path, rows):
@@ -150,11 +192,10 @@ def load_meta(folder):
     try:
         if path is None:
             return {}
-        no_pipe(path)
+        content = read_file(path)
         if path.suffix == ".json":
-            meta = json.loads(path.read_text(encoding="utf-8"))
+            meta = json.loads(content)
         else:
-            content = path.read_bytes()
             check_pickle(content)
             old = PlainUnpickler(io.BytesIO(content)).load()
             meta = {"vocab_size": old["vocab_size"], "dtype": "uint16"}
@@ -166,7 +207,7 @@ def load_meta(folder):
         raise ValueError(f"{path} can not be read: it is nested too deeply") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, MemoryError, OverflowError,
             pickle.UnpicklingError) as e:
-        raise ValueError(f"{path} can not be read ({type(e).__name__}: {' '.join(str(e).split())})") from None
+        raise ValueError(f"{path} can not be read ({type(e).__name__}: {said(e)})") from None
 
 
 def check_meta(meta):
@@ -213,8 +254,7 @@ def find_bin(name, split):
         raise ValueError("the dataset's name is empty: name a folder in data/, or a path")
     path = find_folder(name) / f"{split}.bin"
     try:
-        no_pipe(path)
-        with open(path, "rb") as f:
+        with open_file(path) as f:
             size = os.fstat(f.fileno()).st_size
     except (FileNotFoundError, NotADirectoryError):
         prepared = sorted(p.parent.name for p in DATA.glob("*/train.bin"))
@@ -224,7 +264,7 @@ def find_bin(name, split):
         raise ValueError(f"{place}: run its prepare.py, or name another dataset; data/ holds "
                          f"{', '.join(prepared) or 'none that is prepared'}") from None
     except (OSError, ValueError) as e:  # ValueError: a zero byte in the name
-        raise ValueError(f"{path} can not be read: {getattr(e, 'strerror', e)}") from None
+        raise ValueError(f"{path} can not be read: {said(e)}") from None
     meta = load_meta(path.parent)
     dtype = np.dtype(meta.get("dtype", "uint16")).newbyteorder("<")
     tokens, rest = divmod(size, dtype.itemsize)

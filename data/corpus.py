@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import fail, mute, tell
-from data.bins import GOLDEN, hash64, load_meta, write_file
+from data.bins import GOLDEN, hash64, load_meta, made_folder, write_file
 from data.download import Unavailable, hub_files, tiktoken_files
 from data.reading import KINDS, BadInput, counts, documents, kind_of, local_files, need
 
@@ -158,12 +158,13 @@ def add_encoding(parser):
 
 
 def check_options(args):
-    for name, low in (("num_docs", 1), ("val_docs", 1), ("workers", 1), ("chunk_mb", 1e-6), ("seed", 0)):
+    for name, low, high in (("num_docs", 1, 2**63), ("val_docs", 1, 2**63), ("workers", 1, 1024),
+                            ("chunk_mb", 1e-6, 1000), ("seed", 0, 2**63)):
         value = getattr(args, name)
         if value is not None and not value >= low:  # nor nan
             fail(f"--{name} {value}: must be at least {low}")
-    if args.chunk_mb > 1000:
-        fail(f"--chunk_mb {args.chunk_mb}: must be at most 1000")
+        if value is not None and value > high:
+            fail(f"--{name} {value}: must be at most {high}")
     if args.val_docs and args.val_fraction is not None:
         fail("--val_fraction and --val_docs exclude each other")
     if args.val_docs and args.num_docs and args.val_docs >= args.num_docs:
@@ -273,8 +274,8 @@ def hold_folder(out_dir):
     """Makes the output's folder where there is none, and keeps other prepares out of it until this process ends,
     however it ends. (On Windows, and on disks without locks, it does not.)"""
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
+        with made_folder(out_dir):
+            handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
         import fcntl
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

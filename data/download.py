@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from configurator import broken
-from data.bins import FULL, write_file
+from data.bins import FULL, made_folder, write_file
 
 
 class Unavailable(OSError):
@@ -70,7 +70,8 @@ def fetch(file, path, pauses=(1, 2, 4, 8)):
     if not sys.stderr.isatty():
         disable_progress_bars()
     part, url, size = Path(f"{path}.part"), file["url"], file["size"]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with made_folder(path.parent):
+        pass
     for pause in (*pauses, None):
         try:
             with open(part, "ab") as f:

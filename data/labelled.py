@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from configurator import tell
-from data.bins import no_pipe, write_file
+from data.bins import made_folder, read_file, write_file
 
 KINDS = {".csv": ",", ".tsv": "\t", ".jsonl": None}  # how a file's name ends: what separates its columns
 SPLITS = "train", "val", "test"
@@ -84,8 +84,7 @@ def read_labelled(path, label_column="", text_column=""):
     if path.suffix.lower() not in KINDS:
         raise ValueError(f"{path}: the name must end in one of {', '.join(KINDS)}")
     try:
-        no_pipe(path)
-        content = decode(path.read_bytes(), path)
+        content = decode(read_file(path), path)
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}") from None
     read = json_rows if KINDS[path.suffix.lower()] is None else table_rows
@@ -193,11 +192,11 @@ def write_labelled(out_dir, columns, splits, overwrite):
     other = [path for path in there if path.suffix != ".csv" or path.read_bytes() != contents[path.stem]]
     if other and not overwrite:
         raise ValueError(f"{other[0]} holds other rows: --overwrite replaces them, --out_dir leaves them")
-    for path in other:
-        path.unlink()
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    for split in reversed(SPLITS):
-        write_file(Path(out_dir, f"{split}.csv"), contents[split])
+    with made_folder(out_dir):
+        for path in other:
+            path.unlink()
+        for split in reversed(SPLITS):
+            write_file(Path(out_dir, f"{split}.csv"), contents[split])
     return f"{out_dir}: " + ", ".join(f"{len(splits[split]):,} rows in {split}.csv" for split in SPLITS)
 
 
@@ -232,8 +231,7 @@ def read_texts(path):
         if path == "-":
             content = sys.stdin.buffer.read()
         else:
-            no_pipe(path)
-            content = Path(path).read_bytes()
+            content = read_file(path)
     except OSError as e:
         raise ValueError(f"{path}: {e.strerror}; - reads standard input") from None
     texts = [text.removesuffix("\r") for text in decode(content, path).removesuffix("\n").split("\n")]

@@ -45,15 +45,16 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import configure     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from configurator import configure
-from data.bins import find_folder
-from scripts.common import fail, must_be_writable, note, one_line_parser, printing, write_result
+from data.bins import find_folder, made_folder
+from scripts.common import fail, make_out_folder, must_be_writable, note, one_line_parser, printing, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ['--use_fsdp=False', '--use_ghost=False']       # whatever a config file says
@@ -383,6 +384,8 @@ def parse():
     for name in 'steps', 'nproc', 'samples':
         if vars(args)[name] < 1:
             fail(f'--{name}={vars(args)[name]}: must be at least 1')
+    if args.nproc > 1024:
+        fail(f'--nproc={args.nproc}: must be at most 1024')
     if args.peer and 'plain' not in modes:
         fail('--peer runs on the batches of plain: name plain among the --modes')
     if args.peer and not Path(args.peer, 'model.py').is_file():
@@ -398,16 +401,11 @@ def parse():
         for size in sizes:
             if size < 1 or args.samples % size:
                 fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {size}')
-    folders = [args.profile] if args.profile else []
     if args.json:
-        folders.append(Path(args.json).resolve().parent)
-    for folder in folders:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f'{folder}: {error.strerror}')
-    if args.json:
-        must_be_writable(args.json)
+        with made_folder(Path(args.json).parent):
+            must_be_writable(args.json)
+    if args.profile:
+        make_out_folder(args.profile, '--profile')
     return args, settings, modes, sizes
 
 

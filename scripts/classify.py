@@ -13,15 +13,17 @@ import os
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun    # before torch: for Ctrl-C
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from checkpoint import (barrier, begin_out_dir, check_out_dir, excepthook, exit_codes, load_start, log_record, on_rank0,
                         save_checkpoint)
-from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun
 from data.bins import find_folder, hash64, shuffled
 from data.corpus import get_tokenizer
 from data.labelled import encode_rows, read_dataset, read_texts

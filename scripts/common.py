@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import broken, fail, mute, tell, under_torchrun
-from data.bins import find_bin, find_folder, fingerprint, load_meta, no_pipe, write_file
+from data.bins import find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe, said, write_file
 from data.corpus import get_tokenizer
 
 
@@ -68,7 +69,7 @@ def printing():
             mute(sys.stdout)
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        fail(f'{error.filename}: {error.strerror}' if error.filename else error, code=1)
+        fail(f'{error.filename}: {error.strerror}' if error.filename else said(error), code=1)
     except ValueError as error:
         fail(error, code=1)
 
@@ -77,7 +78,7 @@ def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if not path:
         fail('the name of a file to write is empty')
-    if os.path.isdir(path) or new and os.path.exists(path):
+    if os.path.isdir(path) or new and os.path.lexists(path):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
         no_pipe(path)       # write_file would put a file in its place, even of /dev/null
@@ -85,6 +86,24 @@ def must_be_writable(path, new=False):
         os.remove(f'{path}.tmp')
     except OSError as error:
         fail(f'{path}: cannot be written: {error.strerror}')
+
+
+def make_out_folder(path, option='--out'):
+    """Make the folder that the results go into; end with one line, before any work, if they can't be written there."""
+    try:
+        with made_folder(path):
+            tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        fail(f'{option}={path}: {error.strerror}: name a folder that can be written')
+
+
+def must_fit(size, what):
+    """End with one line, before any work, if `what` needs so many bytes, more than this machine has."""
+    if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):     # not on Windows
+        memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
+        if size > memory:
+            fail(f'{what} needs {size // 2**30:,} GiB of memory, and this machine has {memory // 2**30:,}: a smaller '
+                 'number')
 
 
 def write_result(path, data):

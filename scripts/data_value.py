@@ -29,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, no_pipe
+from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, made_folder, open_file,
+                       read_file, said)
 from data.corpus import folder_path, get_tokenizer
-from scripts.common import (fail, literal, load_pyplot, must_be_one_process, note, one_line_parser, printing,
-                            run_tokens, without, write_csv, write_picture, write_result)
+from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, note, one_line_parser,
+                            printing, run_tokens, without, write_csv, write_picture, write_result)
 
 PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
 PER_SAMPLE = 'offset', 'loss', 'dot_product'
@@ -61,7 +62,7 @@ def read_ghost(out_dir):
     parts, bins = [], {'train_bin': set(), 'val_bin': set()}
     for path in paths:
         try:
-            no_pipe(path)
+            open_file(path).close()         # safetensors' own errors say less
             with safe_open(path, 'numpy') as file:      # of dot_product_per_param nothing is read
                 record = file.metadata() or {}
                 for name in bins.keys() & record.keys():        # older runs have neither
@@ -76,7 +77,7 @@ def read_ghost(out_dir):
                 raise ValueError('it has an offset below 0')
             parts.append(part)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f'{path}: torn or not of train.py ({error}); '
+            raise ValueError(f'{path}: torn or not of train.py ({said(error)}); '
                              'move it away and the others can be read') from None
     for name, seen in bins.items():
         if len(seen) > 1:
@@ -142,7 +143,7 @@ def read_metas(out_dir, folder):
             metas.append(read(path))
         except (ValueError, OSError, LookupError, TypeError) as error:
             metas.append({})
-            note(f'tokenizer and domains may be missing: {error}')
+            note(f'tokenizer and domains may be missing: {said(error)}')
     return metas
 
 
@@ -171,7 +172,7 @@ def find_text(out_dir, folder, then, now, block_size, end):
             raise ValueError(f'{path} has {tokens:,} tokens, the run saw {max(recorded, end):,}: prepared anew?')
         decode = get_tokenizer(meta.get('tokenizer') or 'gpt2').decode
     except (OSError, ValueError, SystemExit) as error:
-        note(f'no text: {error}')
+        note(f'no text: {said(error)}')
         return lambda offset: ''
     return lambda offset: decode(np.fromfile(path, dtype, block_size, offset=int(offset) * dtype.itemsize).tolist())
 
@@ -344,17 +345,18 @@ def check_drop(out_dir, config, then, now, offset, number):
     return train, meta, val
 
 
+def temporary_of(folder):
+    """Beside a new folder, always the same: what a kill leaves goes with the next try."""
+    return folder.with_name(f'.{folder.name}.tmp')
+
+
 def write_without(folder, train, meta, val, block_size, dropped, rows, why):
     """Write the dataset of train, meta and val (of check_drop) without the windows dropped (all windows of train.bin,)
     -> folder, which appears whole. rows: of dropped.csv; why: what meta.json says of it."""
     path, dtype, tokens = train
-    beside = folder.with_name(f'.{folder.name}.tmp')    # always the same: what a kill leaves goes with the next try
-    made, digest = beside / 'data', hashlib.sha256()
+    beside, digest = temporary_of(folder), hashlib.sha256()
+    made = beside / 'data'
     shutil.rmtree(beside, ignore_errors=True)
-    try:
-        made.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f'{folder}: cannot be written: {error.strerror}') from None
 
     def write_kept(file):
         for first in range(0, len(dropped), PART):
@@ -368,6 +370,7 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
             digest.update(content)
             file.write(content)
     try:
+        made.mkdir(parents=True)
         with open(val, 'rb') as source:
             write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', write_kept)
@@ -384,13 +387,12 @@ def read_config(out_dir):
     """The run's config.json, of which dataset and block_size are used; one line if it has not these."""
     path = out_dir / 'config.json'
     try:
-        no_pipe(path)
-        config = json.loads(path.read_text(encoding='utf-8'))
+        config = json.loads(read_file(path))
         find_folder(config['dataset'])
         if type(config['block_size']) is not int or config['block_size'] < 1:
             raise ValueError(f'block_size is {config["block_size"]!r}')
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        fail(f'{path}: {type(error).__name__}: {error}; train.py writes it beside grad_dotprods', 1)
+        fail(f'{path}: {type(error).__name__}: {said(error)}; train.py writes it beside grad_dotprods', 1)
     return config
 
 
@@ -422,10 +424,10 @@ def main():
     then, now = read_metas(out_dir, folder)
     if args.to:
         train, meta, val = check_drop(out_dir, config, then, now, offset, number)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f'--out={out}: {error.strerror}')
+        with made_folder(temporary_of(new)):    # neither is made if the other can't be
+            make_out_folder(out)
+    else:
+        make_out_folder(out)
 
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
     domains = domains_of(then or now)

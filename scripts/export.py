@@ -19,18 +19,18 @@ import os
 import re
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
+
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from scripts.common import find_tokenizer, note, one_line_parser, printing     # before torch: it makes Ctrl-C one line
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import write_file
+from data.bins import made_folder, write_file
 from data.corpus import EOT, tiktoken_files
-from scripts.common import find_tokenizer, note, one_line_parser, printing
 from weights import TRANSPOSED, newest_checkpoint, one_process_too, read_checkpoint, why
 
 
@@ -148,7 +148,7 @@ def export(src, dst, to):
         if unknown:
             raise ValueError(f'{source}: GPT-2 in Hugging Face form has no {" and no ".join(unknown)}: --to=full or '
                              '--to=sharded, or train a model without')
-    if os.path.isfile(path) or os.path.isdir(path) and os.listdir(path):
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
     told = f'wrote {path} from {source}, step {ckpt["iter_num"]}'
     tokenizer, problem = None, None
@@ -159,21 +159,16 @@ def export(src, dst, to):
             problem = f'no tokenizer: {error}'
         if not ckpt['model_args']['bias']:
             told += '; it has no biases: other tools count the zeros in their place as parameters'
-    missing = [folder for folder in Path(path).absolute().parents if not os.path.exists(folder)]  # the innermost first
     try:
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        if to == 'full':
-            write_file(path, lambda file: torch.save(ckpt, file))
-        elif to == 'sharded':
-            write_folder(path, lambda folder: write_sharded(ckpt, folder))
-        else:
-            write_folder(path, lambda folder: write_hf(ckpt, folder, tokenizer))
+        with made_folder(os.path.dirname(os.path.abspath(path))):
+            if to == 'full':
+                write_file(path, lambda file: torch.save(ckpt, file))
+            elif to == 'sharded':
+                write_folder(path, lambda folder: write_sharded(ckpt, folder))
+            else:
+                write_folder(path, lambda folder: write_hf(ckpt, folder, tokenizer))
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise ValueError(f'{path}: cannot be written: {why(error)}') from None
-    finally:
-        for folder in missing:
-            with suppress(OSError):  # not empty: nothing has failed
-                os.rmdir(folder)
     if problem:
         note(problem)
     return told

@@ -22,8 +22,8 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import load_meta
 from data.corpus import folder_path
-from scripts.common import (auc, fail, load_pyplot, must_be_one_process, one_line_parser, printing, write_picture,
-                            write_result)
+from scripts.common import (auc, fail, load_pyplot, make_out_folder, must_be_one_process, one_line_parser, printing,
+                            write_picture, write_result)
 from scripts.data_value import by_window, read_ghost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,8 +120,9 @@ def main():
     if options.get('max_iters', '').isdecimal() and int(options['max_iters']) < 10:
         fail(f'--max_iters={options["max_iters"]}: at least 10')
     out = args.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_dir() and any(out.iterdir()):
         fail(f'--out={out}: is there already; choose another or delete it')
+    make_out_folder(out)
 
     noise = train(out, args.input, options)
     steps, samples = read_ghost(out / 'run')

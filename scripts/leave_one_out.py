@@ -19,19 +19,21 @@ checkpoint. Computes in float32, without dropout, on one CPU or GPU.
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import find_bin, no_pipe, read_tokens, sample_offsets
+from data.bins import check_tokens, find_bin, open_file, read_tokens, said, sample_offsets
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, fail, load_pyplot, lr_at, must_be_one_process, note, one_line_parser,
-                            printing, run_tokens, spearman, write_csv, write_picture)
+from scripts.common import (choose_device, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_fit,
+                            note, one_line_parser, printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
@@ -126,16 +128,16 @@ def put(model, weights):
         p.copy_(weights[name])
 
 
-def losses_after(model, weights, gradient, state, t, batches, windows, horizon, config):
+def losses_after(model, weights, gradient, state, t, batch, windows, horizon, config):
     """The validation loss so many steps later, for each number of steps in horizon: the first, step t, with this mean
-    gradient, the others with that of their own batch. batches[h]: of step t + h."""
+    gradient, the others with that of their own batch. batch(h): of step t + h."""
     found = {}
     with torch.no_grad():
         for h in range(max(horizon)):
             if h > 0:
                 torch.set_float32_matmul_precision('high')      # TF32 on a GPU, where the truth allows it
                 with torch.enable_grad():
-                    gradient = gradient_of(model, batches[h])
+                    gradient = gradient_of(model, batch(h))
                 torch.set_float32_matmul_precision('highest')
             weights, state = step(weights, clip(gradient, config['grad_clip'])[0], state, lr_at(config, t + h), config)
             put(model, weights)
@@ -144,27 +146,29 @@ def losses_after(model, weights, gradient, state, t, batches, windows, horizon, 
     return [found[h] for h in horizon]
 
 
-def measure(model, state, t, batches, windows, samples, horizon, config):
+def measure(model, state, t, batch, windows, samples, horizon, config):
     """
     Leave each of the first `samples` of step t's batch out. Returns (clip_coef, losses with all (horizons,), truth
     (samples, horizons), values (samples, 3) in the order of KINDS), in nats; truth: how much lower the sample makes it.
-    The model is at its weights before step t, and comes back to them.
+    batch(h): the windows (B, block_size + 1) of step t + h. The model is at its weights before step t, and comes back
+    to them.
     """
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    lr, B = lr_at(config, t), len(batches[0])
-    G, gradient = gradient_of(model, windows), gradient_of(model, batches[0])
+    first = batch(0)
+    lr, B = lr_at(config, t), len(first)
+    G, gradient = gradient_of(model, windows), gradient_of(model, first)
     clip_coef = clip(gradient, config['grad_clip'])[1].item()
-    losses_after(model, weights, gradient, state, t, batches, windows, [1], config)
+    losses_after(model, weights, gradient, state, t, batch, windows, [1], config)
     u = effect_vector(weights, gradient, state, lr, config, gradient_of(model, windows))
     update = update_vector(G, state, lr, config)
-    with_all = np.array(losses_after(model, weights, gradient, state, t, batches, windows, horizon, config))
+    with_all = np.array(losses_after(model, weights, gradient, state, t, batch, windows, horizon, config))
     truth, values = [], []
     for i in range(samples):
         put(model, weights)
-        g = gradient_of(model, batches[0][i:i + 1])
+        g = gradient_of(model, first[i:i + 1])
         values.append([lr * clip_coef * dot(g, G) / B, clip_coef * dot(g, update) / B, dot(g, u) / B])
         without = {name: gradient[name] - g[name] / B for name in g}
-        after = losses_after(model, weights, without, state, t, batches, windows, horizon, config)
+        after = losses_after(model, weights, without, state, t, batch, windows, horizon, config)
         truth.append(np.array(after) - with_all)
     put(model, weights)
     return clip_coef, with_all, np.array(truth), np.array(values)
@@ -203,8 +207,8 @@ def main():
     parser.add_argument('--out', metavar='FOLDER', type=folder_path)
     parser.add_argument('--device', metavar='NAME', default='auto')
     args = parser.parse_args()
-    if not all(h.isdecimal() and int(h) > 0 for h in args.horizon.split(',')):
-        parser.error(f'--horizon={args.horizon}: expected numbers of steps such as 1,5,20')
+    if not all(h.isdecimal() and len(h) < 10 and int(h) > 0 for h in args.horizon.split(',')):
+        parser.error(f'--horizon={args.horizon:.40}: expected numbers of steps such as 1,5,20, of at most 9 digits')
     horizon = sorted({1, *map(int, args.horizon.split(','))})
     if args.samples < 3:
         parser.error(f'--samples={args.samples}: must be at least 3')
@@ -231,21 +235,27 @@ def main():
         fail(f'{source}: the learning rate of its next step, {t}, is 0, so no sample changes anything: give an earlier '
              'checkpoint')
     block, vocab = checkpoint['model_args']['block_size'], checkpoint['model_args']['vocab_size']
-    seen, offsets, batches = checkpoint.get('samples_seen', t * per_step), [], []
-    for h in range(max(horizon)):
-        offsets.append(sample_offsets(config['data_order'], config['seed'], t + h, np.arange(per_step),
-                                      seen + h * per_step, train[2], block))
-        batches.append(torch.from_numpy(read_tokens(train, offsets[h], block + 1, vocab)).to(device))
+    seen = checkpoint.get('samples_seen', t * per_step)
+
+    def offsets_of(h):
+        return sample_offsets(config['data_order'], config['seed'], t + h, np.arange(per_step), seen + h * per_step,
+                              train[2], block)
+
+    def batch(h):
+        return torch.from_numpy(read_tokens(train, offsets_of(h), block + 1, vocab)).to(device)
+    batch(0)    # if it can't be read, this is the place to say so
     fixed = run / 'grad_dotprods' / 'valset.safetensors'
     if fixed.exists() and args.windows is None:
         try:
-            no_pipe(fixed)
+            open_file(fixed).close()        # safetensors' own errors say less
             windows = load_file(fixed)['tokens']
         except (OSError, SafetensorError, KeyError) as error:
-            fail(f'{fixed}: torn or not of train.py ({error}); --windows=32 takes others')
+            fail(f'{fixed}: torn or not of train.py ({said(error)}); --windows=32 takes others')
     else:
-        val, _ = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
-        number = args.windows or 32
+        val, meta = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
+        check_tokens(val, meta, block, vocab)
+        number = min(args.windows or 32, val[2] - block)
+        must_fit(16 * number * (block + 1), f'--windows={number}')
         windows = read_tokens(val, np.arange(number) * (val[2] - block) // number, block + 1, vocab)
     windows = torch.from_numpy(windows).long().to(device)
     model = GPT(GPTConfig(**checkpoint['model_args'])).to(device)
@@ -253,15 +263,12 @@ def main():
     state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
              in model.named_parameters()}
     out = args.out or run / 'leave_one_out'
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f'--out={out}: {error.strerror}')
+    make_out_folder(out)
     if config['dropout'] > 0:
         note('the run has dropout; here there is none')
 
-    clip_coef, with_all, truth, values = measure(model, state, t, batches, windows, samples, horizon, config)
-    rows = [[int(o), *map(float, value), *map(float, true)] for o, value, true in zip(offsets[0], values, truth)]
+    clip_coef, with_all, truth, values = measure(model, state, t, batch, windows, samples, horizon, config)
+    rows = [[int(o), *map(float, value), *map(float, true)] for o, value, true in zip(offsets_of(0), values, truth)]
     write_csv(out / f'step{t}.csv', ['offset', *KINDS, *(f'truth_{h}' for h in horizon)], rows)
     draw(out / f'step{t}.png', truth[:, 0], values, t)
     print(f'step {t}: lr {lr_at(config, t):.2e}, clip_coef {clip_coef:.3f}, {samples} of {per_step} samples left out, '

@@ -15,15 +15,17 @@ import re
 import sys
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import metadata
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import no_pipe
-from scripts.common import fail, literal, load_pyplot, must_be_writable, printing, write_picture, write_result
+from data.bins import open_file, said
+from scripts.common import literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
 # the second and fourth are what OLMo-core's dumper calls them in other revisions; the files are the same
@@ -117,12 +119,12 @@ def load_pairs(dir, names=None):
 def open_sampled(path):
     """A sampled gradient's file, opened lazily; ValueError if it is torn or holds no tensor named `gradient`."""
     try:
-        no_pipe(path)
+        open_file(path).close()     # safetensors' own errors say less
         file = safe_open(path, 'pt')
         file.get_slice('gradient')
         return file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f'{path}: missing or torn ({error})') from None
+        raise ValueError(f'{path}: missing or torn ({said(error)})') from None
 
 
 def find_steps(run):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import no_pipe
+from data.bins import read_file
 from scripts.common import fail, literal, load_pyplot, must_be_writable, note, one_line_parser, printing, write_picture
 
 PANELS = [('loss', 'loss (nats/token); points: val'), ('lr', 'learning rate'),
@@ -20,9 +20,7 @@ def read_log(path):
     """(train, evals): {iter: row} each, by iter. Of a step that a resumed run logged again, the last row counts."""
     train, evals, torn = {}, {}, []
     try:
-        no_pipe(path)
-        with open(path, encoding='utf-8', errors='replace') as file:
-            lines = file.read().splitlines()
+        lines = read_file(path).decode(errors='replace').splitlines()
     except OSError as error:
         fail(f'{path}: {error.strerror}; train.py writes it into its out_dir', code=1)
     for number, line in enumerate(lines, 1):

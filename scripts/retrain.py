@@ -35,16 +35,19 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import append_rows, find_bin, fingerprint, hash64, load_meta, no_pipe, read_tokens, sample_offsets
+from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, open_file, read_file, read_tokens, said,
+                       sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
-from scripts.common import (bootstrap, fail, lr_at, must_be_one_process, note, one_line_parser, printing,
+from scripts.common import (bootstrap, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
                             run_tokens, spearman, without)
 from scripts.data_value import by_window, read_ghost
 from weights import newest_checkpoint, read_checkpoint
@@ -128,10 +131,9 @@ def read_run(out_dir):
         raise ValueError(f'{out_dir}: the run has not taken a step')
     path = Path(out_dir, 'config.json')
     try:
-        no_pipe(path)
-        processes = json.loads(path.read_text(encoding='utf-8')).get('world_size', 1)
+        processes = json.loads(read_file(path)).get('world_size', 1)
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f'{path} has no settings of a run ({error}); train.py writes it') from None
+        raise ValueError(f'{path} has no settings of a run ({said(error)}); train.py writes it') from None
     if processes != 1 and config['dropout'] > 0:
         raise ValueError(f'{out_dir}: the run has dropout={config["dropout"]} on {processes} processes, each with '
                          'draws of its own, which cannot be done again on one: this needs --dropout=0, or a run on one '
@@ -154,12 +156,12 @@ def known_windows(out_dir):
     for path in sorted(folder.glob('*.safetensors')):
         name = 'offset' if path.name == 'valset.safetensors' else 'val_offset'
         try:
-            no_pipe(path)
+            open_file(path).close()     # safetensors' own errors say less
             with safe_open(path, 'numpy') as file:
                 if name in file.keys():
                     found.append(file.get_tensor(name).ravel())
         except (OSError, SafetensorError) as error:
-            raise ValueError(f'{path}: torn or not of train.py ({error}): run train.py again') from None
+            raise ValueError(f'{path}: torn or not of train.py ({said(error)}): run train.py again') from None
     if not found:
         raise ValueError(f'{folder}: no valset.safetensors and no val_offset: which validation windows the values are '
                          'of is not known')
@@ -188,6 +190,7 @@ def validation_windows(config, name, number, apart):
         raise ValueError(f'{val[0]} has too little text that the values were not computed from; name another dataset '
                          'to judge them on: --val=DATASET')
     number = min(number, len(offsets))
+    must_fit(16 * number * (block + 1), f'--windows={number}')
     return val, offsets[np.arange(number) * len(offsets) // number]
 
 
@@ -303,6 +306,7 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
         fail(f'{out_dir}: the values are of {len(scored["iter"]):,} steps up to {scored["iter"][-1]:,}, the newest '
              f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
     offset, value, visits, loss = by_window(samples)
+    must_fit(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
@@ -367,7 +371,7 @@ def main():
     for name, default in (('halves', 100), ('seeds', 5), ('jobs', 0), ('windows', 1000)):
         parser.add_argument(f'--{name}', metavar='N', type=int, default=default)
     args = parser.parse_args()
-    for name, low, high in (('halves', 4, math.inf), ('seeds', 2, 16), ('jobs', 0, math.inf), ('windows', 1, math.inf)):
+    for name, low, high in (('halves', 4, math.inf), ('seeds', 2, 16), ('jobs', 0, 1024), ('windows', 1, math.inf)):
         value = getattr(args, name)
         if not low <= value <= high:
             bound = f'at least {low}' if value < low else f'at most {high}'

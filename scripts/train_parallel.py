@@ -20,6 +20,10 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun    # before torch: for Ctrl-C
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,11 +36,8 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
                                                parallelize_module)
 from torch.nn.attention.bias import causal_lower_right
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from checkpoint import (SHAPE, begin_out_dir, catch_signals, check_out_dir, excepthook, exit_codes, find_start,
                         finish_saving, load_start, log_record, make_mesh, save_sharded, state_of)
-from configurator import check_numbers, configure, fail, one_line, tell, under_torchrun
 from data.bins import check_tokens, find_data, hash64, read_tokens, sample_offsets
 from kernels import peak_flops
 from model import GPT, Attention, GPTConfig

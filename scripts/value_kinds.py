@@ -34,15 +34,17 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from configurator import fail     # before torch: it makes Ctrl-C one line
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 from data.bins import append_rows, check_tokens, find_bin
-from scripts.common import (auc, bootstrap, choose_device, fail, lr_at, must_be_one_process,
-                            must_be_writable, note, one_line_parser, printing, spearman)
+from scripts.common import (auc, bootstrap, choose_device, lr_at, must_be_one_process,
+                            must_be_writable, must_fit, note, one_line_parser, printing, spearman)
 
 T, B = 64, 32                                   # tokens a window, windows a step
 BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.99, 1e-8, 0.1, 1.0
@@ -398,6 +400,8 @@ def main():
     must_be_one_process()
     args = settings()
     runs, (train, val) = range(args.seeds), read_data(args)
+    of_a_run = args.halves * (200 + 5 * args.windows) + 8 * args.steps * B + args.windows * (8 * T + 4 * len(KINDS))
+    must_fit(args.seeds * of_a_run, f'--seeds={args.seeds} with --halves={args.halves} and --steps={args.steps}')
     garbled = np.stack([windows_of(args, train, run)[1] for run in runs])       # (R,N)
     if args.garbled and (garbled.all(1) | ~garbled.any(1)).any():
         fail(f'--garbled={args.garbled}: in one of the runs none or all of {args.windows:,} windows are garbled')

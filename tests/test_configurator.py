@@ -150,7 +150,10 @@ def test_command_line_values(demo):
     (['--seed=\x1b[2J'], ['\\x1b[2J', 'an int']),
     (['--end_step=1.5'], ['int', 'None', '1.5']), (['--end_step=False'], ['int', 'None', 'False']),
     (['--reshard=aut'], ["'auto'", 'None', 'True']),
-    (['config/train_gpt3.py'], ['config/train_gpt3.py', 'no such config file', 'config/ has train_gpt2.py']),
+    (['config/train_gpt3.py'], ['config/train_gpt3.py', 'no such config file', 'file: config/train_gpt2.py']),
+    (['config/train_gpt2'], ['not understood', 'nearest config file: config/train_gpt2.py']),
+    (['confg/train_gtp2'], ['not understood', 'nearest config file: config/train_gpt2.py']),
+    (['mine/zzz.py'], ['no such config file', 'config/ has eval_gpt2.py, finetune_shakespeare.py']),
     (['none.py'], ['none.py', 'no such config file']), (['--x=1', 'none.py'], ["'x'"]),
 ])
 def test_bad_argument(demo, args, words):

@@ -9,8 +9,8 @@ from conftest import ENV, ROOT
 
 import checkpoint
 import configurator
-from data import bins, labelled, reading
-from scripts import retrain
+from data import bins, corpus, labelled, reading
+from scripts import bench, common, data_value, export, leave_one_out, load_grads, retrain, value_kinds
 from scripts.common import must_be_writable
 from weights import newest_that_loads, read_full, read_json, read_metadata
 
@@ -86,6 +86,7 @@ def test_closed_streams_are_held(tmp_path):
 
 @pytest.mark.parametrize('error, line', [
     (KeyboardInterrupt(), 'stopped'), (MemoryError('8 GB'), 'out of memory: 8 GB'),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nat::empty"), 'out of memory: Default'),
     (FileNotFoundError(2, 'No such file or directory'), 'the working directory has been deleted: cd to another')])
 def test_one_line_in_place_of_a_traceback(capsys, monkeypatch, error, line):
     monkeypatch.setattr(sys, 'argv', ['x/y.py'])
@@ -93,6 +94,16 @@ def test_one_line_in_place_of_a_traceback(capsys, monkeypatch, error, line):
         report(type(error), error, None)
         told = capsys.readouterr().err
         assert told.startswith('y.py: ') and told.count('\n') == 1 and line.partition(':')[0] in told
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """A second at the start of each command."""
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    for name in ('bench', 'classify', 'export', 'leave_one_out', 'load_grads', 'retrain', 'sample', 'train_parallel',
+                 'value_kinds'):
+        done = subprocess.run([sys.executable, f'{ROOT}/scripts/{name}.py', '--help'], capture_output=True, text=True,
+                              env={**ENV, 'PYTHONPATH': str(tmp_path)})
+        assert (done.returncode, done.stderr) == (-2, f'{name}.py: stopped\n'), done
 
 
 def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
@@ -106,15 +117,19 @@ def test_a_broken_package_is_told_as_such(tmp_path, monkeypatch, capsys):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt', '.metadata', 'grad_dotprods/valset.safetensors'):
+    for name in ('meta.json', 'train.bin', 'train.csv', 'ckpt.pt', '.metadata', 'grad_dotprods/valset.safetensors',
+                 'grad_dotprods/iter_000001.safetensors'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     for read in (lambda: bins.load_meta(tmp_path), lambda: bins.find_bin(tmp_path, 'train'),
                  lambda: labelled.read_labelled(tmp_path / 'train.csv'), lambda: read_json(tmp_path / 'meta.json'),
                  lambda: read_full(tmp_path / 'ckpt.pt'), lambda: read_metadata(tmp_path),
-                 lambda: labelled.read_texts(tmp_path / 'train.csv'), lambda: retrain.known_windows(tmp_path)):
-        with pytest.raises(ValueError, match='a pipe or a device, not a file'):
+                 lambda: labelled.read_texts(tmp_path / 'train.csv'), lambda: retrain.known_windows(tmp_path),
+                 lambda: newest_that_loads(tmp_path), lambda: export.export(str(tmp_path), f'{tmp_path}/new', 'full'),
+                 lambda: data_value.read_ghost(tmp_path), lambda: load_grads.open_sampled(tmp_path / 'train.csv')):
+        with pytest.raises(ValueError, match='a pipe or a device, not a file') as error:
             read()
+        assert 'Errno' not in str(error.value)
     with pytest.raises(SystemExit):
         must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
 
@@ -133,6 +148,36 @@ def test_names_that_torch_cannot_open(tmp_path):
     with pytest.raises(ValueError, match='File name too long'):
         checkpoint.check_out_dir(str(tmp_path / ('deep/' * 1000)), [])
     assert not os.listdir(tmp_path)
+
+
+def test_folders_that_can_not_be_made(tmp_path, capsys):
+    """Nothing is left of them, and a link that leads nowhere is told as such."""
+    os.symlink('/nowhere/x', tmp_path / 'link')
+    (tmp_path / 'file').touch()
+    bad = {'link': 'link is a link that leads nowhere', 'link/sub': 'link is a link that leads nowhere',
+           'file/sub': 'file is no folder', f'new/{"x" * 300}': 'File name too long', 'a/' * 2500: 'File name too long'}
+    for name, line in bad.items():
+        for make in (lambda path: checkpoint.check_out_dir(str(path), []), common.make_out_folder, corpus.hold_folder,
+                     lambda path: labelled.write_labelled(path, ['label'], {s: [['a']] for s in labelled.SPLITS}, 0)):
+            with pytest.raises((SystemExit, ValueError, OSError)) as error:
+                make(tmp_path / name)
+            assert line in capsys.readouterr().err + str(getattr(error.value, 'strerror', error.value))
+            assert sorted(os.listdir(tmp_path)) == ['file', 'link']
+
+
+@pytest.mark.parametrize('main, args, line', [
+    (leave_one_out.main, ['run', '--horizon=1000000000'], '--horizon=1000000000: expected numbers of steps'),
+    (retrain.main, ['run', '--jobs=1000000'], '--jobs=1000000: must be at most 1024'),
+    (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--halves=2000000000'], 'GiB'),
+    (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--seeds=2000000000'], 'GiB'),
+    (lambda: common.must_fit(2**60, '--windows=9'), [], '--windows=9 needs 1,073,741,824 GiB of memory, and this'),
+    (bench.parse, ['--nproc=10000000'], '--nproc=10000000: must be at most 1024')])
+def test_numbers_that_no_machine_can_hold(tiny, monkeypatch, capsys, main, args, line):
+    monkeypatch.setattr(sys, 'argv', ['script.py', *(arg.replace('DATA', str(tiny)) for arg in args)])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().err
+    assert line in told and told.count('\n') == 1
 
 
 def test_standard_input_that_is_closed(monkeypatch):

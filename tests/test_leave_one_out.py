@@ -59,7 +59,7 @@ def test_effect_against_central_differences(grad_clip, muon):
     put(model, weights)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state_before = {name: {key: tensor.clone() for key, tensor in s.items()} for name, s in state.items()}
-    _, with_all, truth, values = measure(model, state, 7, [X], windows, 4, [1], config)
+    _, with_all, truth, values = measure(model, state, 7, lambda h: X, windows, 4, [1], config)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, state_before[name][key]) for name, s in state.items() for key, tensor in s.items())
     assert abs(with_all[0] - loss_with(0, 0.0)) < 1e-14

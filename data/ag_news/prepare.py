@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 from configurator import fail, one_line, tell
-from data.bins import no_pipe, shuffled
+from data.bins import open_file, said, shuffled
 from data.corpus import folder_path, one_line_parser
 from data.download import Unavailable, fetch, hub_files
 from data.labelled import KINDS, read_labelled, write_labelled
@@ -52,10 +52,10 @@ def read(path):
     else:
         pyarrow, parquet = need("pyarrow", "reading .parquet"), need("pyarrow.parquet", "reading .parquet")
         try:
-            no_pipe(path)
-            table = parquet.read_table(path, columns=["label", "text"]).to_pylist()
+            with open_file(path) as file:
+                table = parquet.read_table(file, columns=["label", "text"]).to_pylist()
         except (pyarrow.ArrowException, OSError) as e:
-            raise ValueError(f"{path}: can not be read ({str(e).splitlines()[0]})") from None
+            raise ValueError(f"{path}: can not be read ({said(e)})") from None
         rows = [(row.get("label"), row.get("text"), f"{path} row {i}") for i, row in enumerate(table, 1)]
         numbers = dict(enumerate(CLASSES))
     for label, text, where in rows:
@@ -81,8 +81,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if not 0 < args.val_fraction < 1:
         fail(f"--val_fraction {args.val_fraction}: must be above 0 and below 1")
-    if args.seed < 0:
-        fail(f"--seed {args.seed}: must be at least 0")
+    if not 0 <= args.seed < 2**63:
+        fail(f"--seed {args.seed}: must be at least 0 and below {2**63}")
     try:
         train_path, test_path = args.input or download(args.download_dir or args.out_dir / "download")
         with one_line():
