@@ -186,8 +186,9 @@ def choose_start(config, given, meta):
         must_fit(facts['resumed_from'], start, config, shape_given, meta)
         trained_by = start['config'].get('optimizer', 'adamw')
         if trained_by != config['optimizer'] and (facts['sharded'] or start['optimizer']):
-            raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: --optimizer={trained_by}, '
-                             f'or begin a new run with its weights: --init_from={out_dir} --out_dir=ANOTHER')
+            raise ValueError(f'{facts["resumed_from"]} holds the state of another optimizer: train.py goes on from it '
+                             f'with --optimizer={trained_by}; or begin a new run with its weights: '
+                             f'--init_from={out_dir} --out_dir=ANOTHER')
         facts['told'] = [f'passed over, since it does not load: {fault}' for fault in facts['passed_over'].values()]
         told = [f'resuming from {facts["resumed_from"]} at step {start["iter_num"]}']
         facts['told'].append('; '.join(told + changes(start, config, meta)))
@@ -520,8 +521,9 @@ def keep_newest(folder, keep):
     for old in complete[:-keep] if keep else []:
         try:
             if old != best:
-                (old / '.metadata').unlink()    # first: a half-deleted checkpoint must not count as one
-                remove(old)
+                half = old.with_name(f'{old.name}.tmp')     # what a kill leaves of it counts as no checkpoint
+                os.replace(old, half)
+                remove(half)
         except OSError as error:
             tell(f'warning: {old} is not needed any more, and can not be deleted: {error.strerror}', sys.stdout)
 

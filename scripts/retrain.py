@@ -49,7 +49,7 @@ from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
                             run_tokens, spearman, without)
-from scripts.data_value import by_window, read_ghost
+from scripts.data_value import by_window, files_of, read_ghost
 from weights import newest_checkpoint, read_checkpoint
 
 HALVES = 1      # in the hash that draws them, so that they depend on nothing else
@@ -166,6 +166,18 @@ def known_windows(out_dir):
         raise ValueError(f'{folder}: no valset.safetensors and no val_offset: which validation windows the values are '
                          'of is not known')
     return np.unique(np.concatenate(found))
+
+
+def check_val(out_dir, config):
+    """ValueError (one line) if the val.bin that a run's values are for was prepared anew since."""
+    val, meta = find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')
+    now = fingerprint(val[0], meta)
+    for path in files_of(out_dir):      # all of them are sound: their values have been read
+        with safe_open(path, 'numpy') as file:
+            seen = (file.metadata() or {}).get('val_bin', now)      # older runs lack it
+        if seen != now:
+            raise ValueError(f'{val[0]} was prepared anew since the run, whose values are for the text before: run '
+                             'train.py again, or name another dataset to judge them on: --val=DATASET')
 
 
 def validation_windows(config, name, number, apart):
@@ -307,6 +319,8 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
              f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
     offset, value, visits, loss = by_window(samples)
     must_fit(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
+    if not val_dataset:
+        check_val(out_dir, config)
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
@@ -345,7 +359,10 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
     if number <= 0 or number * block != len(tokens) - len(fewer):
         fail(f'--compare={dataset}: not {config["dataset"]} without some windows of {block} tokens: make it by '
              'data_value.py --drop')
-    val, at = validation_windows(config, val_dataset, windows, known_windows(out_dir))
+    apart = known_windows(out_dir)
+    if not val_dataset:
+        check_val(out_dir, config)
+    val, at = validation_windows(config, val_dataset, windows, apart)
     rows = {'all': 'all', 'at random': f'random {number}', dataset: f'dataset {dataset}'}
     numbers = [config['seed'] + 1 + i for i in range(seeds)]    # not the run's own, which the values know
     tasks = [(what, seed) for seed in numbers for what in rows.values()]

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
+from scripts.export import write_sharded  # noqa: E402
 from scripts.leave_one_out import clip, effect_vector, gradient_of, loss_of, measure, put, step  # noqa: E402
+from weights import read_checkpoint  # noqa: E402
 
 SCRIPT = os.path.join(ROOT, 'scripts', 'leave_one_out.py')
 CONFIG = dict(beta1=0.9, beta2=0.95, weight_decay=0.1, learning_rate=0.01, min_lr=0.01, decay_lr=False, warmup_iters=0,
@@ -121,6 +123,11 @@ def test_against_a_run(tmp_path, fork):
                        (['before', '--windows=0'], '--windows=0'), (['before', '--out='], '--out'),
                        (['run'], 'valset.safetensors: torn')):
         assert what in fork(tmp_path, *args, script=SCRIPT, tiny_args=False, rc=None).err
+    inside = tmp_path / 'run' / 'ckpt_dcp'      # from there, a checkpoint's name alone leads to its run too
+    whole = read_checkpoint(str(tmp_path / 'run'))
+    (inside / 'step_7').mkdir(parents=True)
+    write_sharded(whole, inside / 'step_7')
+    assert 'valset.safetensors: torn' in fork(inside, 'step_7', script=SCRIPT, tiny_args=False, rc=2)
     fork(tmp_path, '--out_dir=two', '--max_iters=1', '--gradient_accumulation_steps=1', '--batch_size=2')
     assert 'a step has 2 samples' in fork(tmp_path, 'two', script=SCRIPT, tiny_args=False, rc=2)
     assert 'takes one process' in fork(tmp_path, 'before', nproc=1, script=SCRIPT, tiny_args=False, rc=2)

@@ -29,6 +29,8 @@ from modes_helper import (
     weights,
 )
 
+import checkpoint
+
 FORMATS = ('full', 'sharded')
 
 
@@ -218,6 +220,20 @@ def test_best_is_kept(fork, tmp_path):
     assert {p.name for p in (tmp_path / 'out' / 'ckpt_dcp').iterdir()} == {f'step_{best}', 'step_12'}
     result = launch(fork, tmp_path, 'plain', *args, '--init_from=resume', '--max_iters=13')
     assert 'at step 12' in result.out
+
+
+def test_a_kill_while_old_ones_go(tmp_path, monkeypatch):
+    """What is left has a name that the next resume deletes, and counts as no checkpoint."""
+    for step in 1, 2:
+        (tmp_path / f'step_{step}').mkdir()
+        (tmp_path / f'step_{step}' / '.metadata').touch()
+
+    def die(path):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(checkpoint.shutil, 'rmtree', die)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.keep_newest(tmp_path, 1)
+    assert {p.name for p in tmp_path.iterdir()} == {'step_1.tmp', 'step_2'}
 
 
 # ---- kills -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,15 @@ def test_what_the_values_know_is_not_judged_on(run, fork, tmp_path, monkeypatch)
     assert len(few) == 8 and set(few.tolist()) <= set(wanted)
     with pytest.raises(ValueError, match='--val=DATASET'):
         validation_windows(config, '', 8, np.arange(0, val[2], 33))
+    retrain.check_val(run, config)
+    shutil.copytree(config['dataset'], tmp_path / 'anew')
+    rolled = np.roll(np.fromfile(tmp_path / 'anew' / 'val.bin', '<u2'), 13)
+    rolled.tofile(tmp_path / 'anew' / 'val.bin')
+    record = json.loads((tmp_path / 'anew' / 'meta.json').read_text())
+    record.get('splits', {}).pop('val', None)
+    (tmp_path / 'anew' / 'meta.json').write_text(json.dumps(record))
+    with pytest.raises(ValueError, match='prepared anew since the run'):
+        retrain.check_val(run, {**config, 'ghost_val_dataset': str(tmp_path / 'anew')})
 
     seen = []
     monkeypatch.setattr(retrain, 'train', lambda *args: seen.append(args) or (None, [1.0]))
