@@ -121,6 +121,11 @@ def by_window(samples):
     return offset, value, visits, loss / visits
 
 
+def hash_of_values(offset, value):
+    """A text that tells a run's values from those of another, or of other steps: of by_window's arrays."""
+    return hashlib.sha256(offset.tobytes() + value.tobytes()).hexdigest()
+
+
 def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
     if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
@@ -448,7 +453,7 @@ def main():
         dropped = np.zeros((train[2] - 1) // block_size, bool)
         dropped[offset[worst] // block_size] = True
         why = {'windows': number, 'of': len(dropped), 'block_size': block_size, 'why': 'the lowest values',
-               'run': str(out_dir.resolve()), 'dataset': config['dataset']}
+               'run': str(out_dir.resolve()), 'values': hash_of_values(offset, value), 'dataset': config['dataset']}
         rows = [(int(offset[i]), float(value[i])) for i in worst]
         if domains:
             meta['domains'] = without_domains(domains, dropped, block_size)

@@ -16,7 +16,6 @@ Three values of each sample are held against it, in nats too (docs/values.md):
 Prints how well they agree, and writes stepN.csv and stepN.png into FOLDER, by default leave_one_out beside the
 checkpoint. Computes in float32, without dropout, on one CPU or GPU.
 """
-import os
 import sys
 from pathlib import Path
 
@@ -216,12 +215,12 @@ def main():
     if args.windows is not None and args.windows < 1:
         parser.error(f'--windows={args.windows}: must be at least 1')
     device, _ = choose_device(args.device, 'float32')
-    source = args.checkpoint
-    run = Path(os.path.abspath(source))     # so that it has its parents, whatever folder one is in
-    if run.is_file():
-        run = run.parent
-    elif run.parent.name == 'ckpt_dcp':
-        run = run.parent.parent
+    source, run = args.checkpoint, args.checkpoint
+    whole_path = source.resolve()       # it has parents also where one is inside ckpt_dcp, or took a link to it
+    if source.is_file():
+        run = source.parent
+    elif whole_path.parent.name == 'ckpt_dcp':
+        run = whole_path.parent.parent
     else:
         source = newest_checkpoint(source) or source
     checkpoint = read_checkpoint(str(source))

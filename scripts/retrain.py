@@ -49,7 +49,7 @@ from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
                             run_tokens, spearman, without)
-from scripts.data_value import by_window, files_of, read_ghost
+from scripts.data_value import by_window, files_of, hash_of_values, read_ghost
 from weights import newest_checkpoint, read_checkpoint
 
 HALVES = 1      # in the hash that draws them, so that they depend on nothing else
@@ -276,6 +276,7 @@ def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
     gap, far_from_log's. Each is appended to losses.jsonl as soon as it is there, and none is done twice."""
     path = out_dir / 'retrain' / 'losses.jsonl'
     path.parent.mkdir(exist_ok=True)
+    open(path, 'ab').close()        # if it can't be written, this is the place to say so
     keys = {what: key_of(out_dir, what, config, steps, val, offsets) for what, _ in tasks}
     done = {}
     for row in json_lines(path):
@@ -359,6 +360,12 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
     if number <= 0 or number * block != len(tokens) - len(fewer):
         fail(f'--compare={dataset}: not {config["dataset"]} without some windows of {block} tokens: make it by '
              'data_value.py --drop')
+    offset, value, _, _ = by_window(read_ghost(out_dir)[1])
+    record = find_bin(dataset, 'train')[1].get('dropped')
+    values = hash_of_values(offset, value)
+    if isinstance(record, dict) and record.get('values', values) != values:     # one's own choice has no record
+        fail(f'--compare={dataset} was chosen by the values of {record.get("run")} as they were then, not by those of '
+             f'{out_dir}: make it by data_value.py {out_dir} --drop')
     apart = known_windows(out_dir)
     if not val_dataset:
         check_val(out_dir, config)

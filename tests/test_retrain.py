@@ -117,6 +117,11 @@ def test_dropping_the_worst(run, fork):
         assert mean == pytest.approx(sum(its) / 2, abs=6e-5)
         assert std == pytest.approx(abs(its[0] - its[1]) / 2 ** 0.5, abs=6e-5)
         assert minus == pytest.approx((sum(its) - sum(other.values())) / 2, abs=1.1e-4)
+    # not what other values have chosen, whose validation windows these know nothing of
+    (better / 'meta.json').write_text(json.dumps({**meta, 'dropped': {**meta['dropped'], 'values': 'other'}}))
+    assert 'make it by data_value.py run' in fork(run.parent, 'run', '--compare=./better', script=SCRIPT,
+                                                  tiny_args=False, rc=2)
+    (better / 'meta.json').write_text(json.dumps(meta))
     # another dataset under the same name is trained on, and what was trained on the others stays
     fork(run.parent, 'run', '--drop=0.1', '--to=./other', script=DATA_VALUE, tiny_args=False, rc=None)
     better.rename(run.parent / 'before')
