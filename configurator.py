@@ -196,8 +196,8 @@ def configure(namespace, argv=None):
     for file in files:
         path = next((p for p in (file, os.path.join(ROOT, file)) if os.path.isfile(p)), None)
         if path is None:
-            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}'
-                 f'{near_config(file) or "; config/ has " + ", ".join(configs_in("config"))}')
+            hint = near_config(file) or f'; config/ has {", ".join(configs_in("config"))}'
+            fail(f'{file}: no such config file in {" or ".join(dict.fromkeys((os.getcwd(), ROOT)))}{hint}')
         for name, (value, line) in run_config(path, config).items():
             if name not in config:
                 unknown(f'{path}:{line}', name, f'unknown name {name!r}', config)
@@ -231,7 +231,7 @@ def near_config(file):
     """A hint at the config file whose name is nearest to that of `file`, which may lack its .py; '' if none is near."""
     name = os.path.basename(file).removesuffix('.py') + '.py'
     for folder in (os.path.dirname(file) or 'config', 'config'):
-        near = difflib.get_close_matches(name, configs_in(folder), n=1) if folder else []
+        near = difflib.get_close_matches(name, configs_in(folder), n=1)
         if near:
             return f'; nearest config file: {os.path.join(folder, near[0])}'
     return ''
