@@ -572,12 +572,16 @@ def gather_samples(columns):
     return table.flatten(1).cpu()                   # (rows, samples of the global batch)
 
 
-def write_valset(out_dir, offsets, X, Y):
-    """Ghost's fixed validation batch, X, Y (samples, block_size) at offsets -> grad_dotprods/valset.safetensors."""
+def write_valset(out_dir, offsets, X, Y, step):
+    """Ghost's fixed validation batch from a step on, X, Y (samples, block_size) at offsets -> grad_dotprods/valset.
+    safetensors. If the run had another before, as with another seed, that stays as valset_before_NNNNNN.safetensors."""
     tokens = torch.cat((X, Y[:, -1:]), 1).cpu()     # (samples, block_size + 1)
     content = to_safetensors({'offset': torch.from_numpy(offsets), 'tokens': tokens})
-    Path(out_dir, 'grad_dotprods').mkdir(exist_ok=True)
-    write_file(Path(out_dir, 'grad_dotprods', 'valset.safetensors'), content)
+    path = Path(out_dir, 'grad_dotprods', 'valset.safetensors')
+    path.parent.mkdir(exist_ok=True)
+    if path.is_file() and path.read_bytes() != content:
+        os.replace(path, path.with_name(f'valset_before_{step:06d}.safetensors'))
+    write_file(path, content)
 
 
 def write_scored(out_dir, rows, names, bins, steps_done):

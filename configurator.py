@@ -224,7 +224,9 @@ def unknown(where, word, problem, names):
 
 def configs_in(folder):
     """The names of the config files in a folder, looked up as a config file is."""
-    return sorted({name for root in ('', ROOT) for name in glob.glob('*.py', root_dir=os.path.join(root, folder))})
+    folders = folder or '.', os.path.join(ROOT, folder)
+    return sorted({os.path.basename(path) for there in folders for path in glob.glob(f'{glob.escape(there)}/*.py')
+                   if os.path.isfile(path)})
 
 
 def near_config(file):

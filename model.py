@@ -188,7 +188,7 @@ class Attention(nn.Module):
         return F.dropout(self.c_proj(y, rows), self.dropout, self.training)
 
     def prepare(self, qk, turns):
-        """Queries and keys (B,T,2,H,D), normalised and turned: both together and in one sum, so as to be one kernel."""
+        """Queries and keys (B,T,2,H,D), normalised and turned: both together, for compile to make one kernel."""
         y = qk.to(torch.promote_types(qk.dtype, torch.float32))
         if self.qk_norm:
             y = y * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()

@@ -15,7 +15,8 @@ from torch.optim.adamw import adamw
 # in a batch of another size. So batches are cut from the list of parameters, whatever the mode, and ranks share out
 # whole batches: that makes the step bit for bit the same in every mode.
 BATCH = 12
-MOMENTUM, EPS = 0.95, 1e-8      # of Muon, and of AdamW
+MOMENTUM = 0.95     # of Muon
+EPS = 1e-8          # of AdamW
 
 
 def orthogonal(X, steps=5):

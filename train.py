@@ -232,7 +232,8 @@ if use_ghost:
         say(f'ghost_val_batch_size is {fits} here, the next above {ghost_val_batch_size} that fits')
         ghost_val_batch_size = config['ghost_val_batch_size'] = fits
     require(ghost_val_batch_size == fits, f'ghost_val_batch_size={ghost_val_batch_size} must be a multiple of the '
-            f'{world_size} ranks, and if it is above {world_size * batch_size} of that: --ghost_val_batch_size={fits}')
+            f'{world_size} ranks, above {world_size * batch_size} one of {world_size * batch_size}: '
+            f'--ghost_val_batch_size={fits}')
 
 # ---- connect the ranks -----------------------------------------------------------------------------------------------
 if deterministic:
@@ -420,9 +421,9 @@ def lr_at(step):
 
 # ---- ghost -----------------------------------------------------------------------------------------------------------
 # What is <g_i, G>, with g_i the gradient of sample i's loss and G that of the validation loss? Let sample i have the
-# parameters W + z_i G, where z_i is 0: nothing changes, but the derivative of its loss by z_i is <g_i, G>. So in a
+# parameters W + s_i G, where s_i is 0: nothing changes, but d l_i / d s_i, of its loss l_i, is <g_i, G>. So in a
 # scored step: one pass over the validation batch, whose gradient becomes the model's ghost_* parameters (G); then the
-# ordinary passes of training, with zeros z going into the model, whose gradients are the dot products. model.py shows
+# ordinary passes of training, with zeros s going into the model, whose gradients are the dot products. model.py shows
 # it layer by layer.
 if use_ghost:
     from checkpoint import gather_samples, write_scored, write_valset
@@ -445,7 +446,7 @@ def ghost_begin_step():
     """If this step is scored, ghost_* <- the gradient of the mean validation loss; all ranks participate."""
     global ghost_scoring, ghost_val_loss
     if iter_num == start_iter and master_process and not ghost_val_resample:
-        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)))
+        write_valset(out_dir, ghost_offsets(0), *read_windows('ghost', ghost_offsets(0)), iter_num)
     ghost_scoring = iter_num % ghost_interval == 0
     ghost_columns.clear()
     if not ghost_scoring:
@@ -458,7 +459,7 @@ def ghost_begin_step():
     model.eval()
     for i in range(0, ghost_per_rank, batch_size):
         sync_gradients(last=i + batch_size >= ghost_per_rank)
-        with autocast:          # around DDP, whose buckets are laid out for training's passes; averaged below instead
+        with autocast:          # not through DDP, whose buckets are laid out for training's passes: averaged below
             loss = raw_model(*read_windows('ghost', offsets[i:i + batch_size])).sum() / ghost_per_rank
         (loss * scale).backward()
         ghost_val_loss += loss.detach()
@@ -469,7 +470,7 @@ def ghost_begin_step():
     opt.zero_grad(set_to_none=not use_ddp)
     model.train()
 
-def ghost_z():
+def ghost_s():
     """What goes into the model beside a micro-batch: zeros (parameters, batch_size), or None if it is not scored."""
     global ghost_zeros
     ghost_zeros = None
@@ -627,7 +628,7 @@ if use_ddp and not eval_only:
     # After its first backward pass DDP lays out its buckets anew, and sums over ranks in another order from then on. So
     # one is thrown away here, or a resumed run would differ from an unbroken one in the last bits.
     with autocast:
-        loss = model(X, Y, ghost_z())
+        loss = model(X, Y, ghost_s())
     loss.mean().backward()
     opt.zero_grad(set_to_none=False)
 saved_at = start_iter       # the step of the newest ckpt.pt
@@ -688,7 +689,7 @@ while True:
     for micro in range(micro_batches):
         sync_gradients(last=micro == micro_batches - 1)
         with autocast:
-            losses = model(X, Y, ghost_z())     # (batch_size,): on a GPU only their mean or sum has a gradient
+            losses = model(X, Y, ghost_s())     # (batch_size,): on a GPU only their mean or sum has a gradient
             loss = losses.mean() / micro_batches
         following = micro + 1               # after the last one: the next step's first
         X, Y = train_batch(iter_num + following // micro_batches, following % micro_batches)    # while the GPU works

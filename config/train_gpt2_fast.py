@@ -1,10 +1,10 @@
 # GPT-2 124M that needs fewer tokens to the same loss: Muon, rotary positions, RMS norm of queries and keys, 6 heads.
 # It reaches nanoGPT's loss in 0.27 of the tokens (its end, 31 million tokens), 0.32 (best checkpoint, 98 million)
-# (docs/speed.md); over billions less is gained. Not GPT-2 any more, so Hugging Face form cannot hold it.
+# (docs/speed.md); over billions it was not measured. Not GPT-2 any more, so Hugging Face form cannot hold it.
 # One node of 8 GPUs:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
-# Those runs had this learning rate, and a tenth of their steps of warm-up. At 491,520 tokens per step it has not been
-# run yet.
+# Those runs had this learning rate, and a tenth of their steps of warm-up. At 491,520 tokens per step it has been
+# timed, not trained; medium and XL neither. Look for a learning rate of their own first.
 # medium: --n_layer=24 --n_head=8 --n_embd=1024 --use_fsdp=True
 # XL:     --n_layer=48 --n_head=25 --n_embd=1600 --batch_size=16 --gradient_accumulation_steps=32 --use_fsdp=True
 wandb_project = 'owt'

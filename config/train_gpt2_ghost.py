@@ -11,7 +11,8 @@ wandb_run_name = 'gpt2-124M-ghost'
 use_ghost = True
 # The validation batch: 16 fixed windows for the whole node, 2 a GPU, beside the 480 of a step. In small character
 # models (train_shakespeare_char_ghost.py) values from 2,048 validation tokens predicted the real loss as well as those
-# from 16,384, and other windows in every step were no better. Here 16 windows are 16,384 tokens. Not measured at 124M.
+# from 16,384, and other windows in every step were no better, if each training window was seen 4 times. Here 16 windows
+# are 16,384 tokens. Not measured at 124M.
 ghost_val_batch_size = 16
 ghost_val_resample = False
 ghost_val_dataset = ''                  # the data to value the training data for, by the name of its folder

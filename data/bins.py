@@ -194,7 +194,7 @@ def load_meta(folder):
             return {}
         content = read_file(path)
         if path.suffix == ".json":
-            meta = json.loads(content)
+            meta = json.loads(content.decode())
         else:
             check_pickle(content)
             old = PlainUnpickler(io.BytesIO(content)).load()

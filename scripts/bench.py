@@ -54,6 +54,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from data.bins import find_folder, made_folder
+from data.corpus import folder_path
 from scripts.common import fail, make_out_folder, must_be_writable, note, one_line_parser, printing, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -372,7 +373,8 @@ def parse():
     parser.add_argument('--batch_sizes', help='comma-separated micro-batches to compare; a step keeps its --samples')
     parser.add_argument('--samples', type=int, default=480, help='samples per step, with --batch_sizes')
     parser.add_argument('--data', action='store_true', help='the loader alone, see above')
-    parser.add_argument('--profile', metavar='DIR', help='one step more: a trace for chrome://tracing, and a table')
+    parser.add_argument('--profile', metavar='DIR', type=folder_path,
+                        help='one step more: a trace for chrome://tracing, and a table')
     parser.add_argument('--json', metavar='FILE', help='all figures')
     parser.add_argument('--child', help=argparse.SUPPRESS)      # set for the processes that torchrun starts
     args, settings = parser.parse_known_args()
@@ -401,7 +403,7 @@ def parse():
         for size in sizes:
             if size < 1 or args.samples % size:
                 fail(f'--batch_sizes: {args.samples} samples per step (--samples) are no multiple of {size}')
-    if args.json:
+    if args.json is not None:
         with made_folder(Path(args.json).parent):
             must_be_writable(args.json)
     if args.profile:
@@ -534,7 +536,7 @@ def main():
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         os._exit(0)     # threads of the process group may still wait
-    if args.json:
+    if args.json is not None:
         device = torch.cuda.get_device_name() if card else 'cpu'
         figures_of_all = dict(torch=torch.__version__, device=device, settings=settings, rows=rows)
         write_result(args.json, json.dumps(figures_of_all, indent=1).encode())

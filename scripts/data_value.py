@@ -380,6 +380,8 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
             write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', write_kept)
         left = tokens - int(dropped.sum()) * block_size
+        for name in ('bytes', 'documents', 'prepared_from'):    # of the whole
+            meta.pop(name, None)
         splits = {**meta['splits'], 'train': {'tokens': left, 'sha256': digest.hexdigest()}}
         write_csv(made / 'dropped.csv', ('offset', 'value'), rows)
         write_result(made / 'meta.json', json.dumps({**meta, 'dropped': why, 'splits': splits}).encode())
@@ -429,8 +431,11 @@ def main():
     then, now = read_metas(out_dir, folder)
     if args.to:
         train, meta, val = check_drop(out_dir, config, then, now, offset, number)
-        with made_folder(temporary_of(new)):    # neither is made if the other can't be
-            make_out_folder(out)
+        try:
+            with made_folder(temporary_of(new)):    # neither is made if the other can't be
+                make_out_folder(out)
+        except OSError as error:
+            parser.error(f'--to={args.to}: {error.strerror}: name a folder that can be written')
     else:
         make_out_folder(out)
 

@@ -148,7 +148,7 @@ def export(src, dst, to):
         if unknown:
             raise ValueError(f'{source}: GPT-2 in Hugging Face form has no {" and no ".join(unknown)}: --to=full or '
                              '--to=sharded, or train a model without')
-    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
         raise ValueError(f'{path}: exists; choose another DST or move it away')
     told = f'wrote {path} from {source}, step {ckpt["iter_num"]}'
     tokenizer, problem = None, None

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +82,9 @@ def draw(path, value, noise, steps, auc_at_step, final):
     print(f'wrote {path}')
 
 
-def run(command, out, stdout=None):
-    """A script of ours; if it fails, its own line is the error and its exit code ours. With 2, for a wrong argument, it
-    has not begun, and `out` goes: the same command with the right one would find it in the way."""
+def run(command, stdout=None):
+    """A script of ours; if it fails, its own line is the error and its exit code ours."""
     done = subprocess.run([str(part) for part in command], stdout=stdout)
-    if done.returncode == 2:
-        shutil.rmtree(out, ignore_errors=True)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -97,10 +95,10 @@ def train(out, text, options):
         prepare = [sys.executable, ROOT / 'data' / 'shakespeare_char' / 'prepare.py', f'--out_dir={folder}']
         if text is not None:
             prepare.append(f'--input={text}')
-        run(prepare, out, stdout=subprocess.DEVNULL)
+        run(prepare, stdout=subprocess.DEVNULL)
         noise = add_noise(Path(folder), out / 'data')
     settings = SETTINGS | options | dict(dataset=(out / 'data').resolve(), out_dir=out / 'run')
-    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())], out)
+    run([sys.executable, ROOT / 'train.py', *(f'--{name}={value}' for name, value in settings.items())])
     return noise
 
 
@@ -113,18 +111,29 @@ def main():
     bad = [setting for setting in settings if not setting.startswith('--') or '=' not in setting]
     if bad:
         parser.error(bad[0])
-    options = dict(setting[2:].split('=', 1) for setting in settings)
-    fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost'} & set(options)
+    options = {}
+    for setting in settings:
+        name, _, value = setting[2:].partition('=')
+        options[name.replace('-', '_')] = value     # as train.py takes them
+    fixed = {'dataset', 'out_dir', 'block_size', 'data_order', 'use_ghost', 'ghost_interval'} & set(options)
     if fixed:
         fail(f'--{min(fixed)}: the experiment sets it itself')
-    if options.get('max_iters', '').isdecimal() and int(options['max_iters']) < 10:
-        fail(f'--max_iters={options["max_iters"]}: at least 10')
+    with suppress(ValueError):      # no number: train.py says so
+        if float(options.get('max_iters', STEPS)) < 10:
+            fail(f'--max_iters={options["max_iters"]}: at least 10')
     out = args.out
     if out.is_dir() and any(out.iterdir()):
         fail(f'--out={out}: is there already; choose another or delete it')
+    made = [out / 'data', out / 'run', *(folder for folder in (out, *out.absolute().parents) if not folder.exists())]
     make_out_folder(out)
 
-    noise = train(out, args.input, options)
+    try:
+        noise = train(out, args.input, options)
+    except SystemExit as end:
+        if end.code == 2:       # a wrong argument: the same command with the right one would find them in the way
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
     steps, samples = read_ghost(out / 'run')
     scored = len(steps['iter'])
     if scored < 10:

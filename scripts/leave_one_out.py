@@ -1,12 +1,12 @@
 """Is a sample's value true of its step? Leaves samples out of one real step, and measures the validation loss after it.
 
-python scripts/leave_one_out.py CHECKPOINT [--samples=32] [--horizon=1,5,20] [--windows=32] [--out=FOLDER]
+python scripts/leave_one_out.py CHECKPOINT [--samples=32] [--horizon=1] [--windows=32] [--out=FOLDER]
                                 [--device=auto]
 
 CHECKPOINT: a run's out_dir, whose newest checkpoint is taken, or one checkpoint, such as OUT_DIR/ckpt_dcp/step_400.
 From there the next step is taken with the whole batch, and once for each of its first N samples without that one, whose
 weight in the mean gradient is then 0; clipping and the optimizer's step are real. The change of the validation loss is
-what the sample did, in nats: after that step and, with --horizon, after more steps, which are the same for all.
+what the sample did, in nats: after that step and, as with --horizon=1,5,20, after more steps, the same for all.
 Validation windows: the fixed ones of a ghost run, or with --windows so many, evenly spread over the validation split.
 
 Three values of each sample are held against it, in nats too (docs/values.md):
@@ -91,6 +91,7 @@ def update_vector(G, state, lr, config):
             ahead = (s['momentum_buffer'] * MOMENTUM ** 2).requires_grad_()
             with torch.enable_grad():
                 back, = torch.autograd.grad(orthogonal(ahead[None])[0], ahead, g)
+            # the gradient itself enters the step with 1 - M^2, since Nesterov's momentum has it twice
             carried[name] = lr * scale_of(g.shape) * (1 - MOMENTUM ** 2) * back
         else:
             beta1, beta2, t = config['beta1'], config['beta2'], int(s['step']) + 1
@@ -129,8 +130,8 @@ def put(model, weights):
 
 
 def losses_after(model, weights, gradient, state, t, batch, windows, horizon, config):
-    """The validation loss so many steps later, for each number of steps in horizon: the first, step t, with this mean
-    gradient, the others with that of their own batch. batch(h): of step t + h."""
+    """The validation loss after so many steps, for each number of steps in horizon: the first, step t, with this mean
+    gradient, the others with that of their own batch. batch(h): of step t + h. Leaves the model at the last weights."""
     found = {}
     with torch.no_grad():
         for h in range(max(horizon)):
@@ -158,7 +159,7 @@ def measure(model, state, t, batch, windows, samples, horizon, config):
     lr, B = lr_at(config, t), len(first)
     G, gradient = gradient_of(model, windows), gradient_of(model, first)
     clip_coef = clip(gradient, config['grad_clip'])[1].item()
-    losses_after(model, weights, gradient, state, t, batch, windows, [1], config)
+    losses_after(model, weights, gradient, state, t, batch, windows, [1], config)   # for the weights after the step
     u = effect_vector(weights, gradient, state, lr, config, gradient_of(model, windows))
     update = update_vector(G, state, lr, config)
     with_all = np.array(losses_after(model, weights, gradient, state, t, batch, windows, horizon, config))
@@ -261,8 +262,8 @@ def main():
     windows = torch.from_numpy(windows).long().to(device)
     model = GPT(GPTConfig(**checkpoint['model_args'])).to(device)
     model.load_state_dict(checkpoint['model'])
-    state = {name: {key: tensor.to(device) for key, tensor in state[name].items()} for name, _
-             in model.named_parameters()}
+    state = {name: {key: tensor.to(device) for key, tensor in state[name].items()}
+             for name, _ in model.named_parameters()}
     out = args.out or run / 'leave_one_out'
     make_out_folder(out)
     if config['dropout'] > 0:
@@ -275,7 +276,7 @@ def main():
     print(f'step {t}: lr {lr_at(config, t):.2e}, clip_coef {clip_coef:.3f}, {samples} of {per_step} samples left out, '
           f'{len(windows)} validation windows')
     print('correlation with the truth, Pearson / Spearman, and the truth\'s own mean and standard deviation in nats')
-    print(f'{"steps later":>11}' + ''.join(f'{kind:>15}' for kind in KINDS) + f'{"mean":>12}{"std":>10}{"loss":>9}')
+    print(f'{"steps":>11}' + ''.join(f'{kind:>15}' for kind in KINDS) + f'{"mean":>12}{"std":>10}{"loss":>9}')
     for h, true, loss in zip(horizon, truth.T, with_all):
         cells = [f'{np.corrcoef(value, true)[0, 1]:.2f} / {spearman(value, true):.2f}' for value in values.T]
         print(f'{h:>11}' + ''.join(f'{cell:>15}' for cell in cells)

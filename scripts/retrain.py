@@ -89,11 +89,11 @@ def train(config, model_args, tokens, steps, seed, half=None):
                 continue
             batch = torch.from_numpy(tokens[some[:, None] + np.arange(block + 1)].astype(np.int64)).to(device)
             with autocast(config):
-                loss = model(batch[:, :-1], batch[:, 1:]).mean() / (keep.sum() / len(some))
+                loss = model(batch[:, :-1], batch[:, 1:]).mean() / (keep.sum() / len(some))    # all: / micro_batches
             loss.backward()
             train_loss += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or torch.inf)
-        optimizer.step()
+        optimizer.step()        # changes nothing if all windows of the step are left out: then there are no gradients
         optimizer.zero_grad()
         found.append(train_loss)
     return model, torch.stack(found).tolist()
@@ -154,7 +154,7 @@ def known_windows(out_dir):
     """Where in val.bin the validation windows begin that the run's values were computed from: int64 (n,)."""
     folder, found = Path(out_dir, 'grad_dotprods'), []
     for path in sorted(folder.glob('*.safetensors')):
-        name = 'offset' if path.name == 'valset.safetensors' else 'val_offset'
+        name = 'offset' if path.name.startswith('valset') else 'val_offset'
         try:
             open_file(path).close()     # safetensors' own errors say less
             with safe_open(path, 'numpy') as file:
@@ -168,33 +168,34 @@ def known_windows(out_dir):
     return np.unique(np.concatenate(found))
 
 
-def check_val(out_dir, config):
-    """ValueError (one line) if the val.bin that a run's values are for was prepared anew since."""
-    val, meta = find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')
-    now = fingerprint(val[0], meta)
-    for path in files_of(out_dir):      # all of them are sound: their values have been read
-        with safe_open(path, 'numpy') as file:
-            seen = (file.metadata() or {}).get('val_bin', now)      # older runs lack it
-        if seen != now:
-            raise ValueError(f'{val[0]} was prepared anew since the run, whose values are for the text before: run '
-                             'train.py again, or name another dataset to judge them on: --val=DATASET')
+def is_bin(path, recorded):
+    """Whether a bin is the one that has this fingerprint, of either form (data.bins.fingerprint)."""
+    if recorded.startswith('sha256:'):
+        return recorded == f'sha256:{hashlib.sha256(read_file(path)).hexdigest()}'
+    return recorded == fingerprint(path, {})
 
 
-def validation_windows(config, name, number, apart):
+def validation_windows(out_dir, config, name, number, apart):
     """(bin, where windows of its tokens begin (n,)): at most `number` of them, evenly spread over the val.bin of a
-    dataset; '': the one that the values are for. None has a token of the windows there that begin at `apart`.
-    ValueError (one line) if they leave less than a tenth of it."""
-    block, (own, _) = config['block_size'], find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')
-    val, meta = own, {}
+    dataset; '': the one that the values are for. None has a token of the windows that begin at `apart` in the latter.
+    ValueError (one line) if they leave less than a tenth of it, or if that val.bin is another one now."""
+    block, (val, meta) = config['block_size'], find_bin(name or config['ghost_val_dataset'] or config['dataset'], 'val')
+    with safe_open(files_of(out_dir)[0], 'numpy') as file:      # read_ghost has seen that all have the same
+        recorded = (file.metadata() or {}).get('val_bin')
+    if recorded is None:        # an older run's
+        recorded = fingerprint(find_bin(config['ghost_val_dataset'] or config['dataset'], 'val')[0][0], {})
+    known = is_bin(val[0], recorded)
     if name:
-        val, meta = find_bin(name, 'val')
         _, trained = find_bin(config['dataset'], 'train')
-        known = [record['tokenizer'] for record in (meta, trained) if record.get('tokenizer')]
-        if len(known) == 2 and known[0] != known[1]:
+        tokenizers = [record['tokenizer'] for record in (meta, trained) if record.get('tokenizer')]
+        if len(tokenizers) == 2 and tokenizers[0] != tokenizers[1]:
             raise ValueError(f'--val={name} has another tokenizer than {config["dataset"]}: the same '
                              'ids mean other text; prepare it with the same --tokenizer')
+    elif not known:
+        raise ValueError(f'{val[0]} was prepared anew since the run, whose values are for the text before: run '
+                         'train.py again, or name another dataset to judge them on: --val=DATASET')
     free = np.ones(max(0, val[2] - block), bool)
-    if fingerprint(val[0], {}) == fingerprint(own[0], {}):
+    if known:
         for offset in apart:
             free[max(0, offset - block):offset + block + 1] = False
     offsets = np.flatnonzero(free)
@@ -202,7 +203,6 @@ def validation_windows(config, name, number, apart):
         raise ValueError(f'{val[0]} has too little text that the values were not computed from; name another dataset '
                          'to judge them on: --val=DATASET')
     number = min(number, len(offsets))
-    must_fit(16 * number * (block + 1), f'--windows={number}')
     return val, offsets[np.arange(number) * len(offsets) // number]
 
 
@@ -313,15 +313,13 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
     if config['gradient_accumulation_steps'] * config['batch_size'] < 2:
         fail(f'{out_dir}: the run has one window a step, and half of the steps of a half would be none: this needs at '
              'least 2', 1)
-    val, at = validation_windows(config, val_dataset, windows, apart=[])
     scored, samples = read_ghost(out_dir)
+    val, at = validation_windows(out_dir, config, val_dataset, windows, apart=[])
     if scored['iter'].tolist() != list(range(steps)):
         fail(f'{out_dir}: the values are of {len(scored["iter"]):,} steps up to {scored["iter"][-1]:,}, the newest '
              f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
     offset, value, visits, loss = by_window(samples)
     must_fit(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
-    if not val_dataset:
-        check_val(out_dir, config)
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
@@ -366,10 +364,7 @@ def compare(out_dir, config, steps, dataset, seeds, windows, val_dataset, jobs):
     if isinstance(record, dict) and record.get('values', values) != values:     # one's own choice has no record
         fail(f'--compare={dataset} was chosen by the values of {record.get("run")} as they were then, not by those of '
              f'{out_dir}: make it by data_value.py {out_dir} --drop')
-    apart = known_windows(out_dir)
-    if not val_dataset:
-        check_val(out_dir, config)
-    val, at = validation_windows(config, val_dataset, windows, apart)
+    val, at = validation_windows(out_dir, config, val_dataset, windows, known_windows(out_dir))
     rows = {'all': 'all', 'at random': f'random {number}', dataset: f'dataset {dataset}'}
     numbers = [config['seed'] + 1 + i for i in range(seeds)]    # not the run's own, which the values know
     tasks = [(what, seed) for seed in numbers for what in rows.values()]

@@ -1,12 +1,12 @@
 """
 Train a GPT-2 that is cut along five dimensions at once; the whole run, top to bottom. See docs/parallel.md.
 
-torchrun --standalone --nproc_per_node=8 scripts/train_parallel.py config/train_gpt2_xl.py --tensor_parallel=2
+torchrun --standalone --nproc_per_node=8 scripts/train_parallel.py config/train_gpt2.py --tensor_parallel=2
 
 tensor      each rank has a part of every matrix, of the heads and of the vocabulary   --tensor_parallel=2
 context     each rank has a part of every sample's tokens                              --context_parallel=2
 pipeline    each rank has some of the blocks                                           --pipeline_parallel=2
-shard       FSDP over context's ranks and those that are left: of these each has other samples
+shard       FSDP over the ranks that are left, which have other samples each, and over context's too
 replicate   HSDP: copies of the sharded model                                          --fsdp_replicate=2
 
 Data, settings and log are train.py's, and each script goes on from the other's checkpoints, whatever the mesh. Every
@@ -237,8 +237,10 @@ def attend(attention, x, rows=None, cache=None, turns=None):
 def attend_to_all_ranks(q, k, v, dropout_p):
     """Attention of this rank's own queries to the keys and values of all ranks, which are gathered: (B,H,T,D) each."""
     mine = DTensor.from_local(torch.stack((k, v))[None], context_mesh, [Shard(0)])
+    # forward: gathered; backward: the gradients of all ranks are summed, and each rank gets those of its own
     every = mine.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     early, late = every.chunk(2, 4)                                                 # (context,2,B,H,T/2,D) each
+    # a later rank has a later early piece, but an earlier late one
     in_order = torch.cat((early, late.flip(0)))                                     # (2 context,2,B,H,T/2,D)
     k, v = in_order.movedim(0, 3).flatten(3, 4)                                     # (B,H,block_size,D) each
     parts = []
@@ -306,7 +308,8 @@ class Stage(nn.Module):
 if tensor_parallel > 1:
     # With sequence parallel. c_attn and c_fc are cut by rows and c_proj by columns, so that a rank computes some heads,
     # or some of the MLP's features, with no exchange in between. All else works on a part of the tokens: they are
-    # gathered before c_attn and c_fc, and c_proj's sums are scattered to them.
+    # gathered before c_attn and c_fc, and c_proj's sums are scattered to them. (PyTorch names its styles for y = x W; a
+    # Linear's weight is W transposed, so Colwise cuts its rows. Of an Embedding Rowwise cuts the rows.)
     rows, columns = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     norm = SequenceParallel()
     for block in blocks.values():
@@ -315,12 +318,12 @@ if tensor_parallel > 1:
     if first_rank:
         distribute_module(model.transformer.wpe, mesh['tensor'])        # each has all of it
     if first_rank or last_rank:
-        by_id = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        parallelize_module(model.transformer.wte, mesh['tensor'], by_id)
+        embedding_rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.transformer.wte, mesh['tensor'], embedding_rows)
     if last_rank:
         parallelize_module(model.transformer.ln_f, mesh['tensor'], norm)
-        by_id = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-        parallelize_module(model.lm_head, mesh['tensor'], by_id)
+        head_rows = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model.lm_head, mesh['tensor'], head_rows)
         model.tie()             # the two calls have made two tensors
     by_vocabulary = loss_parallel()     # changes the cross-entropy of DTensors alone
     by_vocabulary.__enter__()           # for the whole run
@@ -348,14 +351,15 @@ opt = torch.optim.AdamW(model.param_groups(weight_decay), lr=learning_rate, beta
 TIED, tied_group = 'transformer.wte.weight', None
 if pipeline_parallel > 1:
     for ranks in mesh.mesh.flatten(1).T.tolist():       # of one pipeline
-        group = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)
+        group = dist.new_group([ranks[0], ranks[-1]], timeout=timeout)      # all ranks make all groups
         if rank in (ranks[0], ranks[-1]):
-            tied_group = group          # all ranks make all groups
+            tied_group = group
 copies = []     # of each parameter: how many ranks hold the same numbers as this one
 for name, p in params.items():
     copies.append(2 if tied_group and name == TIED else 1)
     for size, placement in zip(p.device_mesh.shape, p.placements):
-        copies[-1] *= size if placement.is_replicate() else 1
+        if placement.is_replicate():
+            copies[-1] *= size
 copies = torch.tensor(copies, device=device)
 
 # ---- checkpoints: as train.py's --------------------------------------------------------------------------------------
@@ -445,7 +449,7 @@ def mean_losses(batches, training):
             if first_rank:
                 run(inputs)
             elif last_rank:
-                run(targets=targets, target=targets, losses=losses)
+                run(targets=targets, target=targets, losses=losses)     # for Stage.forward; for loss_fn, which has none
             else:
                 run()
         return [loss.detach() * micro_batches for loss in losses]
@@ -509,7 +513,7 @@ say(f'pipeline {pipeline_parallel} ({num_stages} stages) x replicate {fsdp_repli
 mine = sum(p.to_local().numel() for p in params.values()) * 16 / 2**20
 say(f'{whole.num_params():,} parameters; rank 0 holds {mine:.1f} MiB of them, their gradients and optimizer state')
 say(f'tokens per step: micro-batch {batch_size} x block {block_size} x {micro_batches} micro-batches x {data_ranks} '
-    f'ranks = {tokens_per_step:,}')
+    f'data ranks = {tokens_per_step:,}')
 if decay_lr and iter_num < max_iters < warmup_iters:
     say(f'learning_rate is never reached: max_iters={max_iters} ends before warmup_iters={warmup_iters}')
 

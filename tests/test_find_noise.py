@@ -68,8 +68,12 @@ def test_bad_input_is_one_line(tmp_path):
     assert not (tmp_path / 'out').exists()
     (tmp_path / 'text.txt').write_text('To be or not to be, ' * 500)
     assert 'nosuch' in find_noise('--input=text.txt', '--out=out', '--nosuch=1', rc=2, cwd=tmp_path).stderr
+    assert '--data_order: the experiment' in find_noise('--data-order=random', '--out=out', rc=2, cwd=tmp_path).stderr
+    (tmp_path / 'mine').mkdir()
+    assert 'nosuch' in find_noise('--input=text.txt', '--out=mine', '--nosuch=1', rc=2, cwd=tmp_path).stderr
+    assert (tmp_path / 'mine').is_dir() and not any((tmp_path / 'mine').iterdir())
     assert '--max_iters=9' in find_noise('--out=out', '--max_iters=9', rc=2, cwd=tmp_path).stderr
     assert not (tmp_path / 'out').exists()
-    assert 'short.txt' in find_noise('--input=text.txt', '--out=short.txt/x', rc=1, cwd=tmp_path).stderr
+    assert 'short.txt' in find_noise('--input=text.txt', '--out=short.txt/x', rc=2, cwd=tmp_path).stderr
     (tmp_path / 'used').mkdir(), (tmp_path / 'used' / 'file').write_text('mine')
     assert '--out=used' in find_noise('--out=used', rc=2, cwd=tmp_path).stderr and (tmp_path / 'used' / 'file').exists()

@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, ckpt_of, log_of
 from modes_helper import far
 
+import checkpoint
 from data.bins import sample_offsets
 from model import GPT, GPTConfig
 from scripts import retrain
@@ -182,25 +183,30 @@ def test_bootstrap_is_not_biased_by_halves_drawn_twice():
 def test_what_the_values_know_is_not_judged_on(run, fork, tmp_path, monkeypatch):
     """Validation windows apart from those of ghost; the random arm; runs that cannot be done again."""
     config, _, steps = read_run(run)
-    own, known = validation_windows(config, '', 10 ** 9, []), known_windows(run)
+    own, known = validation_windows(run, config, '', 10 ** 9, []), known_windows(run)
     assert len(known) == 4 and len(own[1]) == own[0][2] - 32
-    val, offsets = validation_windows(config, '', 10 ** 9, known)
+    val, offsets = validation_windows(run, config, '', 10 ** 9, known)
     covered = {token for offset in known.tolist() for token in range(offset, offset + 33)}
     wanted = [at for at in range(val[2] - 32) if covered.isdisjoint(range(at, at + 33))]
     assert offsets.tolist() == wanted
-    few = validation_windows(config, config['dataset'], 8, known)[1]       # the same val.bin by its name
+    few = validation_windows(run, config, config['dataset'], 8, known)[1]       # the same val.bin by its name
     assert len(few) == 8 and set(few.tolist()) <= set(wanted)
     with pytest.raises(ValueError, match='--val=DATASET'):
-        validation_windows(config, '', 8, np.arange(0, val[2], 33))
-    retrain.check_val(run, config)
+        validation_windows(run, config, '', 8, np.arange(0, val[2], 33))
+    # prepared anew since; and a copy of what was there before, by another name
+    shutil.copytree(config['dataset'], tmp_path / 'before')
     shutil.copytree(config['dataset'], tmp_path / 'anew')
-    rolled = np.roll(np.fromfile(tmp_path / 'anew' / 'val.bin', '<u2'), 13)
-    rolled.tofile(tmp_path / 'anew' / 'val.bin')
-    record = json.loads((tmp_path / 'anew' / 'meta.json').read_text())
-    record.get('splits', {}).pop('val', None)
-    (tmp_path / 'anew' / 'meta.json').write_text(json.dumps(record))
+    np.roll(np.fromfile(tmp_path / 'anew' / 'val.bin', '<u2'), 13).tofile(tmp_path / 'anew' / 'val.bin')
+    changed = {**config, 'ghost_val_dataset': str(tmp_path / 'anew')}
     with pytest.raises(ValueError, match='prepared anew since the run'):
-        retrain.check_val(run, {**config, 'ghost_val_dataset': str(tmp_path / 'anew')})
+        validation_windows(run, changed, '', 8, known)
+    assert validation_windows(run, changed, str(tmp_path / 'before'), 10 ** 9, known)[1].tolist() == wanted
+    # a run that went on with another validation batch knows both
+    shutil.copytree(run / 'grad_dotprods', tmp_path / 'other' / 'grad_dotprods')
+    X = torch.zeros(2, 32, dtype=torch.int64)
+    for _ in range(2):
+        checkpoint.write_valset(tmp_path / 'other', np.array([5, 7]), X, X, step=20)
+    assert known_windows(tmp_path / 'other').tolist() == sorted({5, 7, *known.tolist()})
 
     seen = []
     monkeypatch.setattr(retrain, 'train', lambda *args: seen.append(args) or (None, [1.0]))
