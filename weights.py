@@ -61,6 +61,11 @@ def newest_that_loads(out_dir):
     sound; or the newest step_N has been renamed.
     """
     paths = [path for path in (Path(out_dir, 'ckpt.pt'), Path(out_dir, 'best.pt')) if os.path.lexists(path)]
+    for path in paths:
+        if path.is_dir():
+            raise ValueError(f'{path}: a folder, not a file: mend that, or move it away')
+        if not path.exists():
+            raise ValueError(f'{path}: a link that leads nowhere: mend that, or move it away')
     folder = Path(out_dir, 'ckpt_dcp')
     steps = [folder / name for name in glob.glob('step_*', root_dir=folder) if re.fullmatch(r'step_\d+', name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)

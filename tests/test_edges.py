@@ -133,6 +133,14 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         assert 'Errno' not in str(error.value)
     with pytest.raises(SystemExit):
         must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
+    os.remove(tmp_path / 'ckpt.pt')     # nor is anything else in its place passed over
+    (tmp_path / 'ckpt.pt').symlink_to('nowhere')
+    with pytest.raises(ValueError, match='a link that leads nowhere'):
+        newest_that_loads(tmp_path)
+    os.remove(tmp_path / 'ckpt.pt')
+    (tmp_path / 'ckpt.pt').mkdir()
+    with pytest.raises(ValueError, match='a folder, not a file'):
+        newest_that_loads(tmp_path)
 
 
 def test_names_that_torch_cannot_open(tmp_path):
