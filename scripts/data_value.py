@@ -32,8 +32,9 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
 from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, made_folder, open_file,
                        read_file, said)
 from data.corpus import folder_path, get_tokenizer
-from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, note, one_line_parser,
-                            printing, run_tokens, without, write_csv, write_picture, write_result)
+from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, must_be_writable,
+                            note, one_line_parser, printing, run_tokens, without, write_csv, write_picture,
+                            write_result)
 
 PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
 PER_SAMPLE = 'offset', 'loss', 'dot_product'
@@ -434,11 +435,14 @@ def main():
         try:
             with made_folder(temporary_of(new)):    # neither is made if the other can't be
                 make_out_folder(out)
+            shutil.rmtree(temporary_of(new), ignore_errors=True)
         except OSError as error:
             parser.error(f'--to={args.to}: {error.strerror}: name a folder that can be written')
     else:
         make_out_folder(out)
 
+    for name in ('windows.csv', 'windows.jsonl', 'domains.csv', 'data_value.png'):
+        must_be_writable(out / name)
     text = find_text(out_dir, folder, then, now, block_size, int(offset.max()) + block_size + 1)
     domains = domains_of(then or now)
     names, domain_of = find_domains(domains)

@@ -49,7 +49,8 @@ def add_noise(source, folder):
     generator = np.random.default_rng(SEED)
     noise = generator.permutation(windows) < windows // 5
     tokens[:-1].reshape(windows, BLOCK)[noise] = generator.integers(0, meta['vocab_size'], (noise.sum(), BLOCK))
-    folder.mkdir(parents=True)
+    for name in ('bytes', 'documents', 'prepared_from'):    # of the text without noise
+        meta.pop(name, None)
     for split, ids in (('train', tokens), ('val', val)):
         content = ids.astype(meta['dtype']).tobytes()
         meta['splits'][split] = {'tokens': len(ids), 'sha256': hashlib.sha256(content).hexdigest()}
@@ -126,6 +127,10 @@ def main():
         fail(f'--out={out}: is there already; choose another or delete it')
     made = [out / 'data', out / 'run', *(folder for folder in (out, *out.absolute().parents) if not folder.exists())]
     make_out_folder(out)
+    try:
+        (out / 'data').mkdir()      # of two at once the second ends here
+    except FileExistsError:
+        fail(f'--out={out}: is there already; choose another or delete it')
 
     try:
         noise = train(out, args.input, options)
