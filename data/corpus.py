@@ -158,8 +158,8 @@ def add_encoding(parser):
 
 
 def check_options(args):
-    for name, low, high in (("num_docs", 1, 2**63), ("val_docs", 1, 2**63), ("workers", 1, 1024),
-                            ("chunk_mb", 1e-6, 1000), ("seed", 0, 2**63)):
+    for name, low, high in (("num_docs", 1, 2**63 - 1), ("val_docs", 1, 2**63 - 1), ("workers", 1, 1024),
+                            ("chunk_mb", 1e-6, 1000), ("seed", 0, 2**63 - 1)):
         value = getattr(args, name)
         if value is not None and not value >= low:  # nor nan
             fail(f"--{name} {value}: must be at least {low}")

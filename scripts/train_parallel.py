@@ -449,7 +449,7 @@ def mean_losses(batches, training):
             if first_rank:
                 run(inputs)
             elif last_rank:
-                run(targets=targets, target=targets, losses=losses)     # for Stage.forward; for loss_fn, which has none
+                run(targets=targets, target=targets, losses=losses)     # for Stage.forward, and for loss_fn
             else:
                 run()
         return [loss.detach() * micro_batches for loss in losses]
