@@ -97,13 +97,18 @@ def make_out_folder(path, option='--out'):
         fail(f'{option}={path}: {error.strerror}: name a folder that can be written')
 
 
-def must_fit(size, what):
+def must_have_memory(size, what):
     """End with one line, before any work, if `what` needs so many bytes, more than this machine has."""
     if 'SC_PHYS_PAGES' in getattr(os, 'sysconf_names', ()):     # not on Windows
         memory = os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')
         if size > memory:
             fail(f'{what} needs {size // 2**30:,} GiB of memory, and this machine has {memory // 2**30:,}: a smaller '
                  'number')
+
+
+def record_of_part(meta):
+    """A dataset's record, for one that has a part of it, or a part changed: without what is of the whole alone."""
+    return {name: value for name, value in meta.items() if name not in ('bytes', 'documents', 'prepared_from')}
 
 
 def write_result(path, data):

@@ -33,8 +33,8 @@ from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, loa
                        read_file, said)
 from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, must_be_writable,
-                            note, one_line_parser, printing, run_tokens, without, write_csv, write_picture,
-                            write_result)
+                            note, one_line_parser, printing, record_of_part, run_tokens, without, write_csv,
+                            write_picture, write_result)
 
 PER_STEP = 'iter', 'lr', 'clip_coef', 'val_loss'
 PER_SAMPLE = 'offset', 'loss', 'dot_product'
@@ -381,11 +381,10 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
             write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', write_kept)
         left = tokens - int(dropped.sum()) * block_size
-        for name in ('bytes', 'documents', 'prepared_from'):    # of the whole
-            meta.pop(name, None)
         splits = {**meta['splits'], 'train': {'tokens': left, 'sha256': digest.hexdigest()}}
         write_csv(made / 'dropped.csv', ('offset', 'value'), rows)
-        write_result(made / 'meta.json', json.dumps({**meta, 'dropped': why, 'splits': splits}).encode())
+        record = {**record_of_part(meta), 'dropped': why, 'splits': splits}
+        write_result(made / 'meta.json', json.dumps(record).encode())
         made.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

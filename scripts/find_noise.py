@@ -24,7 +24,7 @@ if __name__ == '__main__':  # the repository's folder in place of scripts/, whos
 from data.bins import load_meta
 from data.corpus import folder_path
 from scripts.common import (auc, fail, load_pyplot, make_out_folder, must_be_one_process, one_line_parser, printing,
-                            write_picture, write_result)
+                            record_of_part, write_picture, write_result)
 from scripts.data_value import by_window, read_ghost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def add_noise(source, folder):
     """Of a prepared folder of characters, the first WINDOWS windows with noise in place of one in five -> folder.
 
     Returns bool (windows,): which are noise. The validation split stays as it is."""
-    meta = load_meta(source)
+    meta = record_of_part(load_meta(source))
     tokens, val = (np.fromfile(source / f'{split}.bin', meta['dtype']).astype(int) for split in ('train', 'val'))
     windows = min(WINDOWS, (len(tokens) - 1) // BLOCK)
     if windows < 50 or len(val) <= BLOCK:
@@ -49,8 +49,6 @@ def add_noise(source, folder):
     generator = np.random.default_rng(SEED)
     noise = generator.permutation(windows) < windows // 5
     tokens[:-1].reshape(windows, BLOCK)[noise] = generator.integers(0, meta['vocab_size'], (noise.sum(), BLOCK))
-    for name in ('bytes', 'documents', 'prepared_from'):    # of the text without noise
-        meta.pop(name, None)
     for split, ids in (('train', tokens), ('val', val)):
         content = ids.astype(meta['dtype']).tobytes()
         meta['splits'][split] = {'tokens': len(ids), 'sha256': hashlib.sha256(content).hexdigest()}

@@ -32,7 +32,7 @@ from data.bins import check_tokens, find_bin, open_file, read_tokens, said, samp
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_fit,
+from scripts.common import (choose_device, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_have_memory,
                             note, one_line_parser, printing, run_tokens, spearman, write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
@@ -257,7 +257,7 @@ def main():
         val, meta = find_bin(config.get('ghost_val_dataset') or config['dataset'], 'val')
         check_tokens(val, meta, block, vocab)
         number = min(args.windows or 32, val[2] - block)
-        must_fit(16 * number * (block + 1), f'--windows={number}')
+        must_have_memory(16 * number * (block + 1), f'--windows={number}')
         windows = read_tokens(val, np.arange(number) * (val[2] - block) // number, block + 1, vocab)
     windows = torch.from_numpy(windows).long().to(device)
     model = GPT(GPTConfig(**checkpoint['model_args'])).to(device)

@@ -47,7 +47,7 @@ from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, no
                        read_tokens, said, sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
-from scripts.common import (bootstrap, lr_at, must_be_one_process, must_fit, note, one_line_parser, printing,
+from scripts.common import (bootstrap, lr_at, must_be_one_process, must_have_memory, note, one_line_parser, printing,
                             run_tokens, spearman, without)
 from scripts.data_value import by_window, files_of, hash_of_values, read_ghost
 from weights import newest_checkpoint, read_checkpoint
@@ -88,8 +88,8 @@ def train(config, model_args, tokens, steps, seed, half=None):
             if len(some) == 0:
                 continue
             batch = torch.from_numpy(tokens[some[:, None] + np.arange(block + 1)].astype(np.int64)).to(device)
-            with autocast(config):
-                loss = model(batch[:, :-1], batch[:, 1:]).mean() / (keep.sum() / len(some))    # all: / micro_batches
+            with autocast(config):      # if all windows are kept, the divisor is micro_batches, as in train.py
+                loss = model(batch[:, :-1], batch[:, 1:]).mean() / (keep.sum() / len(some))
             loss.backward()
             train_loss += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config['grad_clip'] or torch.inf)
@@ -320,7 +320,7 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
         fail(f'{out_dir}: the values are of {len(scored["iter"]):,} steps up to {scored["iter"][-1]:,}, the newest '
              f'checkpoint is of {steps:,}: both must be of the same steps, so let the run end, or resume it', 1)
     offset, value, visits, loss = by_window(samples)
-    must_fit(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
+    must_have_memory(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)

@@ -19,7 +19,7 @@ import torch
 from data.bins import no_pipe
 from data.corpus import EOT
 from model import GPT, GPTConfig
-from scripts.common import find_tokenizer, must_fit, note, printing
+from scripts.common import find_tokenizer, must_have_memory, note, printing
 from weights import newest_checkpoint, read_checkpoint, why
 
 # ---- what to sample from ---------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ compile = False             # torch.compile, which pays for many tokens only
 config, given = configure(globals())
 
 check_numbers(config, counts='num_samples')
-must_fit(48 * max_new_tokens, f'max_new_tokens={max_new_tokens}')
+must_have_memory(48 * max_new_tokens, f'max_new_tokens={max_new_tokens}')
 if not 0 < top_p <= 1:
     fail(f'top_p={top_p}: must be above 0 and at most 1')
 if device == 'auto':

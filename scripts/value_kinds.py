@@ -44,7 +44,7 @@ import torch.nn.functional as F
 
 from data.bins import append_rows, check_tokens, find_bin
 from scripts.common import (auc, bootstrap, choose_device, lr_at, must_be_one_process,
-                            must_be_writable, must_fit, note, one_line_parser, printing, spearman)
+                            must_be_writable, must_have_memory, note, one_line_parser, printing, spearman)
 
 T, B = 64, 32                                   # tokens a window, windows a step
 BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.99, 1e-8, 0.1, 1.0
@@ -401,7 +401,8 @@ def main():
     args = settings()
     runs, (train, val) = range(args.seeds), read_data(args)
     of_a_run = args.halves * (200 + 5 * args.windows) + 8 * args.steps * B + args.windows * (8 * T + 4 * len(KINDS))
-    must_fit(args.seeds * of_a_run, f'--seeds={args.seeds} with --halves={args.halves} and --steps={args.steps}')
+    must_have_memory(args.seeds * of_a_run,
+                     f'--seeds={args.seeds} with --halves={args.halves} and --steps={args.steps}')
     garbled = np.stack([windows_of(args, train, run)[1] for run in runs])       # (R,N)
     if args.garbled and (garbled.all(1) | ~garbled.any(1)).any():
         fail(f'--garbled={args.garbled}: in one of the runs none or all of {args.windows:,} windows are garbled')

@@ -179,7 +179,7 @@ def test_folders_that_can_not_be_made(tmp_path, capsys):
     (retrain.main, ['run', '--jobs=1000000'], '--jobs=1000000: must be at most 1024'),
     (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--halves=2000000000'], 'GiB'),
     (value_kinds.main, ['--dataset=DATA', '--size=tiny', '--steps=2', '--visits=1', '--seeds=2000000000'], 'GiB'),
-    (lambda: common.must_fit(2**60, '--windows=9'), [], '--windows=9 needs 1,073,741,824 GiB of memory, and this'),
+    (lambda: common.must_have_memory(2**60, '--windows=9'), [], '--windows=9 needs 1,073,741,824 GiB of memory, and'),
     (bench.parse, ['--nproc=10000000'], '--nproc=10000000: must be at most 1024')])
 def test_numbers_that_no_machine_can_hold(tiny, monkeypatch, capsys, main, args, line):
     monkeypatch.setattr(sys, 'argv', ['script.py', *(arg.replace('DATA', str(tiny)) for arg in args)])
