@@ -32,7 +32,7 @@ ELSEWHERE = dict(
     model_name_or_path='init_from', resume_from_checkpoint='init_from', output_dir='out_dir',
     overwrite_output_dir='overwrite', train_batch_size='batch_size', per_device_train_batch_size='batch_size',
     dataset_name='dataset', max_seq_length='block_size', num_train_epochs='max_iters', warmup_steps='warmup_iters',
-    lr='learning_rate', lr_scheduler_type='decay_lr', max_grad_norm='grad_clip', adam_beta1='beta1', adam_beta2='beta2',
+    lr='learning_rate', lr_scheduler_type='decay', max_grad_norm='grad_clip', adam_beta1='beta1', adam_beta2='beta2',
     bf16='dtype', fp16='dtype', torch_compile='compile', fsdp='use_fsdp', full_determinism='deterministic',
     gradient_checkpointing='fsdp_activation_checkpointing', ddp_backend='backend', ddp_timeout='timeout_minutes',
     logging_steps='log_interval', eval_steps='eval_interval', do_eval='eval_only', save_steps='checkpoint_interval',

@@ -89,8 +89,9 @@ beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0                     # largest global gradient norm; 0 disables
 decay_lr = True                     # False: learning_rate throughout
+decay = 'cosine'                    # 'cosine' | 'wsd' (warm-up, stable, decay): constant, a line in the last 40%
 warmup_iters = 2000                 # steps of linear warm-up
-lr_decay_iters = 600000             # step at which the cosine reaches min_lr; about max_iters
+lr_decay_iters = 600000             # step at which it has come down to min_lr; about max_iters
 min_lr = 6e-5                       # about learning_rate / 10
 scale_lr = False                    # multiply learning_rate and min_lr by world size x micro-batches per rank
 # ---- machine ---------------------------------------------------------------------------------------------------------
@@ -170,7 +171,8 @@ check_numbers(config, counts='''eval_interval eval_iters log_interval gradient_a
     ''')
 choices = dict(on_nonfinite=('stop', 'skip'), checkpoint_format=('full', 'sharded'), backend=('auto', 'nccl', 'gloo'),
                data_order=('random', 'epoch'), dtype=('auto', 'float32', 'bfloat16', 'float16'),
-               compile=('auto', True, False, 'blocks'), optimizer=('adamw', 'muon'))
+               compile=('auto', True, False, 'blocks'), optimizer=('adamw', 'muon'),
+               decay=('cosine', 'wsd'))
 for name, values in choices.items():
     require(config[name] in values, f'{name}={config[name]!r}: expected {" or ".join(map(repr, values))}')
 require(out_dir, 'out_dir is empty: name a folder')
@@ -409,7 +411,7 @@ if scale_lr:
     min_lr *= gradient_accumulation_steps
 
 def lr_at(step):
-    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then a cosine to min_lr."""
+    """Learning rate of a step: linear from above 0 to the maximum in warmup_iters steps, then by decay to min_lr."""
     if not decay_lr:
         return learning_rate
     if step < warmup_iters:
@@ -417,7 +419,11 @@ def lr_at(step):
     if step >= lr_decay_iters:
         return min_lr
     way = (step - warmup_iters) / (lr_decay_iters - warmup_iters)       # 0 to 1
-    return min_lr + (learning_rate - min_lr) * (1 + math.cos(math.pi * way)) / 2
+    if decay == 'cosine':
+        height = (1 + math.cos(math.pi * way)) / 2                      # 1 to 0
+    else:
+        height = min(1, (1 - way) / 0.4)
+    return min_lr + (learning_rate - min_lr) * height
 
 # ---- ghost -----------------------------------------------------------------------------------------------------------
 # What is <g_i, G>, with g_i the gradient of sample i's loss and G that of the validation loss? Let sample i have the

@@ -1,5 +1,5 @@
 # GPT-2 124M that needs fewer tokens to the same loss: Muon, rotary positions, RMS norm of queries and keys, 6 heads.
-# It reaches nanoGPT's loss in 0.27 of the tokens (its end, 31 million tokens), 0.32 (best checkpoint, 98 million)
+# It reaches nanoGPT's loss in 0.27 of the tokens (its end, 31 million tokens), 0.34 (best checkpoint, 98 million)
 # (docs/speed.md); over billions it was not measured. Not GPT-2 any more, so Hugging Face form cannot hold it.
 # One node of 8 GPUs:
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py

@@ -181,7 +181,11 @@ def lr_at(config, step):
     if step >= end:
         return lowest
     way = (step - warmup) / (end - warmup)
-    return lowest + (highest - lowest) * (1 + math.cos(math.pi * way)) / 2
+    if config.get('decay', 'cosine') == 'cosine':       # older runs lack the setting
+        height = (1 + math.cos(math.pi * way)) / 2
+    else:
+        height = min(1, (1 - way) / 0.4)
+    return lowest + (highest - lowest) * height
 
 
 def ranks(x):

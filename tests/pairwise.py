@@ -36,7 +36,8 @@ SETTINGS = dict(
     checkpoint_interval=['0', '1'], always_save_checkpoint=['True', 'False'],
     eval_interval=['1', '100'],
     bias=['False', 'True'], dropout=['0.0', '0.1'],
-    grad_clip=['1.0', '0.0'], decay_lr=['True', 'False'], weight_decay=['0.1', '0.0'], scale_lr=['False', 'True'],
+    grad_clip=['1.0', '0.0'], decay_lr=['True', 'False'], decay=['cosine', 'wsd'],
+    weight_decay=['0.1', '0.0'], scale_lr=['False', 'True'],
     check_sync_interval=['0', '1'], on_nonfinite=['stop', 'skip'], deterministic=['False', 'True'],
     optimizer=['adamw', 'muon'], rope=['False', 'True'], qk_norm=['False', 'True'],
     init_from=['scratch', 'auto'], n_layer=['1', '3'])

@@ -15,6 +15,7 @@ from conftest import FULL_DISK, ROOT, ckpt_of, log_of, tree, write_dataset
 
 sys.path.insert(0, ROOT)
 from model import GPT, GPTConfig  # noqa: E402
+from scripts.common import lr_at  # noqa: E402
 
 DROPOUT = '--dropout=0.2'
 SMALL = ('--n_layer=1', '--n_head=1', '--n_embd=8', '--eval_iters=1')
@@ -855,6 +856,7 @@ def test_learning_rate(fork, tmp_path, warmup, decay, steps):
     fork(tmp_path, '--out_dir=a', *BARE, f'--max_iters={steps}', f'--warmup_iters={warmup}',
          f'--lr_decay_iters={decay}')
     rates = [r['lr'] for r in log_of(tmp_path / 'a')[0].values()]
+    assert rates == [lr_at(ckpt_of(tmp_path / 'a')['config'], i) for i in range(steps)]     # as the scripts have it
     assert len(rates) == steps and min(rates) > 0 and max(rates) <= 1e-3
     for i, lr in enumerate(rates):
         if i < warmup:
@@ -863,6 +865,17 @@ def test_learning_rate(fork, tmp_path, warmup, decay, steps):
             assert lr == pytest.approx(1e-4)
         else:
             assert lr == pytest.approx(1e-4 + 9e-4 * (1 + math.cos(math.pi * (i - warmup) / (decay - warmup))) / 2)
+
+
+def test_warmup_stable_decay(fork, tmp_path):
+    fork(tmp_path, '--out_dir=a', *BARE, '--decay=wsd', '--max_iters=15', '--warmup_iters=2', '--lr_decay_iters=12')
+    rates = [r['lr'] for r in log_of(tmp_path / 'a')[0].values()]
+    by_hand = [0.5, *[1] * 8, 0.775, 0.55, 0.325, *[0.1] * 3]       # of the maximum; min_lr is a tenth
+    assert rates == pytest.approx([1e-3 * share for share in by_hand])
+    config = ckpt_of(tmp_path / 'a')['config']
+    assert rates == [lr_at(config, i) for i in range(15)]
+    del config['decay']     # a run from before the setting: cosine
+    assert lr_at(config, 7) == pytest.approx(1e-4 + 9e-4 / 2)
 
 
 def test_constant_and_scaled_learning_rate(fork, tmp_path):
