@@ -86,8 +86,9 @@ beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0                     # largest global gradient norm; 0 disables
 decay_lr = True                     # False: learning_rate throughout
+decay = 'cosine'                    # 'cosine' | 'wsd' (warm-up, stable, decay): constant, a line in the last 40%
 warmup_iters = 2000                 # steps of linear warm-up
-lr_decay_iters = 600000             # step at which the cosine reaches min_lr; about max_iters
+lr_decay_iters = 600000             # step at which it has come down to min_lr; about max_iters
 min_lr = 6e-5                       # about learning_rate / 10
 # ---- machine ---------------------------------------------------------------------------------------------------------
 device = 'auto'                     # 'auto' (GPUs if there are any) | 'cpu' | 'cuda'
@@ -131,7 +132,7 @@ config.update(device=device, dtype=dtype, compile=compile)
 check_numbers(config, counts="""tensor_parallel context_parallel pipeline_parallel fsdp_replicate eval_interval
     eval_iters log_interval gradient_accumulation_steps batch_size block_size n_layer n_head n_embd timeout_minutes""")
 choices.update(pipeline_schedule=('1f1b', 'interleaved'), data_order=('random', 'epoch'), device=('cpu', 'cuda'),
-               dtype=('float32', 'bfloat16'), compile=(True, False))
+               dtype=('float32', 'bfloat16'), compile=(True, False), decay=('cosine', 'wsd'))
 for name, values in choices.items():
     others = '; train.py takes others' if name in one_value else ''
     require(config[name] in values,
@@ -209,7 +210,9 @@ def samples_before(step):
 positions = torch.arange(block_size, device=device)
 if context_parallel > 1:
     pieces = positions.chunk(2 * context_parallel)
-    positions = torch.cat((pieces[context_rank], pieces[-1 - context_rank]))    # (T,), T = block_size / context
+    pieces = pieces[context_rank], pieces[-1 - context_rank]
+    causal_masks = [causal_lower_right(len(piece), int(piece[-1]) + 1) for piece in pieces]     # the last sees all
+    positions = torch.cat(pieces)                                               # (T,), T = block_size / context
 
 def read_windows(split, offsets):
     """This rank's tokens of samples, and the ones that follow each: on the device, int64 (len(offsets), T) both."""
@@ -244,9 +247,8 @@ def attend_to_all_ranks(q, k, v, dropout_p):
     in_order = torch.cat((early, late.flip(0)))                                     # (2 context,2,B,H,T/2,D)
     k, v = in_order.movedim(0, 3).flatten(3, 4)                                     # (B,H,block_size,D) each
     parts = []
-    for part, piece in zip(q.chunk(2, 2), (context_rank, 2 * context_parallel - 1 - context_rank)):
-        seen = (piece + 1) * part.size(2)       # tokens up to the end of this piece
-        mask = causal_lower_right(part.size(2), seen)       # its last token sees all of them
+    for part, mask in zip(q.chunk(2, 2), causal_masks):
+        seen = mask.seq_len_kv      # tokens up to the end of this piece
         parts.append(F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], mask, dropout_p))
     return torch.cat(parts, 2)
 
@@ -328,8 +330,14 @@ if tensor_parallel > 1:
     by_vocabulary = loss_parallel()     # changes the cross-entropy of DTensors alone
     by_vocabulary.__enter__()           # for the whole run
 if compile:
+    # Without torch's cache of autograd's part, since it takes one rank's process group for another's (tensor), and
+    # restores views with a senseless shape (context). The generated code is cached as always.
+    torch._functorch.config.enable_autograd_cache = False
     for block in blocks.values():
-        block.compile(dynamic=False)
+        if fsdp_activation_checkpointing == 'full':     # torch 2.13 can not trace checkpoint() around DTensors
+            block.compute = torch.compile(block.compute, dynamic=False)
+        else:
+            block.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
 stages = [Stage(number) for number in range(pipeline_rank, num_stages, pipeline_parallel)]
 low = None if dtype == 'float32' else getattr(torch, dtype)

@@ -14,7 +14,7 @@ PARALLEL = os.path.join(ROOT, 'scripts', 'train_parallel.py')
 # 4 blocks for 4 stages, 4 heads for 4 ranks; 8 samples per step in 4 micro-batches; a gradient norm above grad_clip
 SETTINGS = [*TINY, *('--n_layer=4 --n_head=4 --n_embd=32 --block_size=16 --batch_size=2 --weight_decay=0.1 '
                      '--gradient_accumulation_steps=4 --grad_clip=0.5 --bias=True --checkpoint_format=sharded '
-                     '--eval_interval=20').split()]
+                     '--eval_interval=20 --decay=wsd').split()]
 SIZES = dict(tp='--tensor_parallel', cp='--context_parallel', pp='--pipeline_parallel', hsdp='--fsdp_replicate')
 INTERLEAVED = '--pipeline_schedule=interleaved'
 
@@ -154,11 +154,33 @@ torch.compile = lambda function, **options: compiled(function, backend=counter, 
 '''
 
 
-def test_all_blocks_are_compiled_as_one(launch, tmp_path):
+@pytest.mark.parametrize('recompute', ['False', 'full'])
+def test_all_blocks_are_compiled_as_one(launch, tmp_path, recompute):
     """Above eight of a kind torch.compile would give up, and the others would run without it."""
-    done = launch(tmp_path, 'fsdp1', '--compile=True', '--max_iters=1', '--eval_iters=1', before=COUNT,
+    done = launch(tmp_path, 'fsdp1', '--compile=True', f'--fsdp_activation_checkpointing={recompute}',
+                  '--max_iters=1', '--eval_iters=1', before=COUNT,
                   after='print("compiled", counter.frame_count)', warn=False)
     assert int(done.out.split()[-1]) == 4       # a block, and the head with the loss: evaluating and training
+
+
+TRACED = '''
+import torch
+compiled = torch.compile
+torch.compile = lambda function, **options: compiled(function, backend='aot_eager', **options)
+'''
+
+
+@pytest.mark.parametrize('mesh, recompute, before', [
+    ('tp2', 'full', TRACED), ('cp2', 'selective', TRACED), ('pp2', 'False', TRACED), *[('cp2', 'False', '')] * 2])
+def test_compiled_blocks_train_as_plain(launch, tmp_path, mesh, recompute, before):
+    """Traced and differentiated only, without generated code; the last with it, and once more when it is cached."""
+    flags = ('--n_layer=2', '--bias=False', '--max_iters=4', '--eval_iters=1')
+    launch(tmp_path, 'plain', *flags, '--out_dir=plain')
+    launch(tmp_path, mesh, *flags, '--compile=True', f'--fsdp_activation_checkpointing={recompute}', '--out_dir=out',
+           warn=False, before=before)
+    got, want = (log_of(tmp_path / name)[0] for name in ('out', 'plain'))
+    for key in ('loss', 'grad_norm'):
+        assert [got[i][key] for i in range(4)] == pytest.approx([want[i][key] for i in range(4)], rel=2e-6)
 
 
 SIGNAL = f"""
