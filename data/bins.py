@@ -18,10 +18,10 @@ GPT2_VOCAB = 50257  # the ids of a folder without a record, as nanoGPT leaves it
 DATA = Path(__file__).resolve().parent
 
 
-def write_file(path, data):
+def write_file(path, data, ending=".tmp"):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
     or complete, whenever the machine stops. An OSError names the file."""
-    temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
+    temporary = Path(f"{path}{ending}")  # always the same: what a kill leaves is overwritten by the next try
     try:
         with open(temporary, "wb") as f:
             data(f) if callable(data) else f.write(data)

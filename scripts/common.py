@@ -1,6 +1,7 @@
 """What the commands share: lines for the user, arguments, runs that are done again, devices and ranks, pictures."""
 import argparse
 import csv
+import errno
 import hashlib
 import io
 import math
@@ -74,6 +75,21 @@ def printing():
         fail(error, code=1)
 
 
+def end_of_links(path):
+    """The path to write to instead of `path`: what a link leads to, so that the link stays. OSError if links lead in a
+    circle."""
+    end = os.path.realpath(path)
+    if os.path.islink(end):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+    return end
+
+
+def temporary_ending():
+    """What write_result adds to a name while it writes. Of each process another, so that two commands that write the
+    same file at once don't disturb each other: the last one's stays."""
+    return f'.{os.getpid()}.tmp'
+
+
 def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if not path:
@@ -82,10 +98,14 @@ def must_be_writable(path, new=False):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
         no_pipe(path)       # write_file would put a file in its place, even of /dev/null
-        open(f'{path}.tmp', 'wb').close()
-        os.remove(f'{path}.tmp')
+        temporary = end_of_links(path) + temporary_ending()
+        open(temporary, 'wb').close()
+        os.remove(temporary)
     except OSError as error:
-        fail(f'{path}: cannot be written: {error.strerror}')
+        link = ''
+        if os.path.islink(path):
+            link = f'; it is a link to {os.readlink(path)}: mend that, or name another file'
+        fail(f'{path}: cannot be written: {error.strerror}{link}')
 
 
 def make_out_folder(path, option='--out'):
@@ -112,9 +132,9 @@ def record_of_part(meta):
 
 
 def write_result(path, data):
-    """data.bins.write_file, whose errors name the file: ValueError (one line)."""
+    """data.bins.write_file, of a link to what it leads to; its errors name the file: ValueError (one line)."""
     try:
-        write_file(path, data)
+        write_file(end_of_links(path), data, temporary_ending())
     except OSError as error:
         raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
 

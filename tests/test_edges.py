@@ -174,6 +174,45 @@ def test_folders_that_can_not_be_made(tmp_path, capsys):
             assert sorted(os.listdir(tmp_path)) == ['file', 'link']
 
 
+def test_what_a_link_leads_to_is_written(tmp_path, monkeypatch, capsys):
+    links = {'to_a_file': 'file', 'to_a_new_one': 'new', 'to_no_folder': 'no/x', 'around': 'and_around',
+             'and_around': 'around'}
+    for name, to in links.items():
+        (tmp_path / name).symlink_to(to)
+    (tmp_path / 'file').write_text('before')
+    for name, to in (('to_a_file', 'file'), ('to_a_new_one', 'new')):
+        must_be_writable(tmp_path / name)
+        common.write_result(tmp_path / name, b'after')
+        assert (tmp_path / to).read_bytes() == b'after'
+    for name, what in (('to_no_folder', 'No such file or directory; it is a link to no/x'), ('around', 'symbolic')):
+        monkeypatch.setattr(sys, 'argv', ['bench.py', f'--json={tmp_path / name}'])
+        for write in (bench.parse, lambda: must_be_writable(tmp_path / name)):
+            with pytest.raises(SystemExit):
+                write()
+            told = capsys.readouterr().err
+            assert f'{name}: cannot be written: ' in told and what in told and told.count('\n') == 1
+        with pytest.raises(ValueError, match='cannot be written'):
+            common.write_result(tmp_path / name, b'')
+    assert all(os.readlink(tmp_path / name) == to for name, to in links.items())
+    assert sorted(os.listdir(tmp_path)) == sorted([*links, 'file', 'new'])
+
+
+def test_two_commands_may_write_one_file_at_once(tmp_path, monkeypatch):
+    """Each writes its own temporary file, so the file is whole and of one of them, and neither ends in an error."""
+    path = tmp_path / 'x.csv'
+
+    def meanwhile(file):
+        file.write(b'one, ')
+        with monkeypatch.context() as other:
+            other.setattr(os, 'getpid', lambda: 2)
+            must_be_writable(path)
+            common.write_result(path, b'two')
+        assert path.read_bytes() == b'two'
+        file.write(b'whole')
+    common.write_result(path, meanwhile)
+    assert path.read_bytes() == b'one, whole' and os.listdir(tmp_path) == ['x.csv']
+
+
 @pytest.mark.parametrize('main, args, line', [
     (leave_one_out.main, ['run', '--horizon=1000000000'], '--horizon=1000000000: expected numbers of steps'),
     (retrain.main, ['run', '--jobs=1000000'], '--jobs=1000000: must be at most 1024'),
