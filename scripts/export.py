@@ -169,7 +169,7 @@ def export(src, dst, to):
             else:
                 write_folder(path, lambda folder: write_hf(ckpt, folder, tokenizer))
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
-        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
+        raise ValueError(f'{path}: cannot be written: {why(error)}: mend that, or choose another DST') from None
     if problem:
         note(problem)
     return told

@@ -43,8 +43,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, no_pipe, open_file, read_file,
-                       read_tokens, said, sample_offsets)
+from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, made_folder, no_pipe, open_file,
+                       read_file, read_tokens, said, sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
 from scripts.common import (bootstrap, lr_at, must_be_one_process, must_have_memory, note, one_line_parser, printing,
@@ -275,9 +275,13 @@ def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
     """{task: its row of losses.jsonl} of tasks (what, number): dicts with loss, over the windows of val at offsets, and
     gap, far_from_log's. Each is appended to losses.jsonl as soon as it is there, and none is done twice."""
     path = out_dir / 'retrain' / 'losses.jsonl'
-    path.parent.mkdir(exist_ok=True)
-    no_pipe(path)
-    open(path, 'ab').close()        # if it can't be written, this is the place to say so
+    try:        # if it can't be written, this is the place to say so
+        with made_folder(path.parent):
+            no_pipe(path)
+            open(path, 'ab').close()
+    except OSError as error:
+        raise ValueError(f'{path}: cannot be written: {error.strerror}: mend that, or move what is there '
+                         'away') from None
     keys = {what: key_of(out_dir, what, config, steps, val, offsets) for what, _ in tasks}
     done = {}
     for row in json_lines(path):

@@ -213,6 +213,13 @@ def test_two_commands_may_write_one_file_at_once(tmp_path, monkeypatch):
     assert path.read_bytes() == b'one, whole' and os.listdir(tmp_path) == ['x.csv']
 
 
+def test_a_file_in_the_place_of_retrains_folder(tmp_path):
+    (tmp_path / 'retrain').touch()
+    with pytest.raises(ValueError, match='retrain is no folder: mend that, or move what is there away'):
+        retrain.do_all(tmp_path, [], {}, 0, None, None, 1)
+    assert os.listdir(tmp_path) == ['retrain']
+
+
 @pytest.mark.parametrize('main, args, line', [
     (leave_one_out.main, ['run', '--horizon=1000000000'], '--horizon=1000000000: expected numbers of steps'),
     (retrain.main, ['run', '--jobs=1000000'], '--jobs=1000000: must be at most 1024'),
