@@ -49,6 +49,8 @@ def no_pipe(path):
 def open_file(path):
     """A file, open to read its bytes. OSError if that can't be, as for a folder or no_pipe's."""
     no_pipe(path)
+    if os.path.islink(path) and not os.path.exists(path):
+        raise OSError(errno.ENOENT, "a link that leads nowhere", os.fspath(path))
     return open(path, "rb")
 
 

@@ -435,7 +435,7 @@ def make_data(args, config, folder):
                 fail(f'--data: {error.strerror} for 20 GB in {folder}: name a better place, TMPDIR=...')
         Path(folder, 'meta.json').write_text('{"vocab_size": 64}')      # logits of 50,257 would need 2.5 GB
         return folder
-    if all((find_folder(name) / f'{split}.bin').is_file() for split in ('train', 'val')):
+    if all(os.path.lexists(find_folder(name) / f'{split}.bin') for split in ('train', 'val')):
         return name
     note(f"dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead")
     for split in 'train', 'val':

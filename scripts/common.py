@@ -108,6 +108,19 @@ def must_be_writable(path, new=False):
         fail(f'{path}: cannot be written: {error.strerror}{link}')
 
 
+def is_there(path):
+    """Whether anything has this name in its folder, be it a link that leads nowhere or what can't be read. OSError if
+    that can't be known, as where the folder is such a link."""
+    folder = os.path.dirname(path)
+    if os.path.islink(folder) and not os.path.exists(folder):
+        raise OSError(errno.ENOENT, 'a link that leads nowhere: mend that, or move it away', folder)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def make_out_folder(path, option='--out'):
     """Make the folder that the results go into; end with one line, before any work, if they can't be written there."""
     try:
@@ -352,7 +365,7 @@ def find_classifier(config, given, rows):
 
     def find():
         path = Path(out_dir, 'ckpt.pt' if rows else 'best.pt')
-        if not rows or source == 'resume' or (source == 'auto' and path.exists()):
+        if not rows or source == 'resume' or (source == 'auto' and os.path.lexists(path)):
             start = read_full(path)
             if 'labels' not in start:
                 raise ValueError(f'{path} is not a checkpoint of classify.py')
@@ -368,7 +381,7 @@ def find_classifier(config, given, rows):
         path, names, texts, _ = rows['train']
         if source in ('scratch', 'auto'):
             if source == 'auto':    # a run that died before its first checkpoint leaves a log.jsonl alone
-                others = [name for name in OF_A_RUN if name != 'log.jsonl' and Path(out_dir, name).exists()]
+                others = [name for name in OF_A_RUN if name != 'log.jsonl' and os.path.lexists(Path(out_dir, name))]
                 if others and not config['overwrite']:
                     raise ValueError(f'{out_dir} holds {" and ".join(others)}, but no ckpt.pt to go on from: another '
                                      '--out_dir, or delete the earlier run by --overwrite=True')

@@ -129,7 +129,7 @@ def hash_of_values(offset, value):
 
 def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
-    if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
+    if not any(os.path.lexists(out_dir / name) for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
         return {}
     from weights import newest_checkpoint, read_checkpoint, read_progress   # torch takes seconds to import
     newest = newest_checkpoint(out_dir)

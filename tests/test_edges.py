@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ENV, ROOT
@@ -211,6 +212,22 @@ def test_two_commands_may_write_one_file_at_once(tmp_path, monkeypatch):
         file.write(b'whole')
     common.write_result(path, meanwhile)
     assert path.read_bytes() == b'one, whole' and os.listdir(tmp_path) == ['x.csv']
+
+
+def test_a_link_that_leads_nowhere_is_not_taken_for_nothing(tmp_path, capsys):
+    for name in ('log.jsonl', 'train.bin', 'val.bin', 'ckpt.pt', 'sharded'):
+        (tmp_path / name).symlink_to('nowhere')
+    assert retrain.json_lines(tmp_path / 'absent.jsonl') == []
+    for read in (lambda: retrain.json_lines(tmp_path / 'log.jsonl'), lambda: load_grads.find_dump(tmp_path)):
+        with pytest.raises(ValueError, match='(log.jsonl|sharded): .*: mend that, or move it away'):
+            read()
+    (tmp_path / '.metadata').symlink_to('nowhere')
+    with pytest.raises(ValueError, match='has no .metadata'):
+        load_grads.get_checkpoint_metadata(tmp_path)
+    of_bench = bench.make_data(SimpleNamespace(data=False), {'dataset': str(tmp_path)}, '/random')
+    assert of_bench == str(tmp_path)        # train.py says what is wrong with it
+    assert data_value.read_metas(tmp_path, tmp_path) == [{}, {}]
+    assert 'ckpt.pt: a link that leads nowhere' in capsys.readouterr().err
 
 
 def test_a_file_in_the_place_of_retrains_folder(tmp_path):
