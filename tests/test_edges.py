@@ -135,10 +135,14 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     with pytest.raises(SystemExit):
         must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
     os.remove(tmp_path / 'ckpt.pt')     # nor is anything else in its place passed over
-    (tmp_path / 'ckpt.pt').symlink_to('nowhere')
-    with pytest.raises(ValueError, match='a link that leads nowhere'):
-        newest_that_loads(tmp_path)
-    os.remove(tmp_path / 'ckpt.pt')
+    for name in ('ckpt.pt', 'ckpt_dcp'):
+        (tmp_path / name).symlink_to('nowhere')
+        with pytest.raises(ValueError, match=f'{name}: a link that leads nowhere'):
+            newest_that_loads(tmp_path)
+        if name == 'ckpt_dcp':
+            with pytest.raises(ValueError, match='ckpt_dcp: a run writes a folder of this name'):
+                checkpoint.check_out_dir(str(tmp_path), ['grad_dotprods'])
+        os.remove(tmp_path / name)
     (tmp_path / 'ckpt.pt').mkdir()
     with pytest.raises(ValueError, match='a folder, not a file'):
         newest_that_loads(tmp_path)
