@@ -64,9 +64,10 @@ def newest_that_loads(out_dir):
     for path in paths:
         if path.is_dir():
             raise ValueError(f'{path}: a folder, not a file: mend that, or move it away')
-        if not path.exists():
-            raise ValueError(f'{path}: a link that leads nowhere: mend that, or move it away')
     folder = Path(out_dir, 'ckpt_dcp')
+    for path in (*paths, folder):
+        if os.path.islink(path) and not path.exists():
+            raise ValueError(f'{path}: a link that leads nowhere: mend that, or move it away')
     steps = [folder / name for name in glob.glob('step_*', root_dir=folder) if re.fullmatch(r'step_\d+', name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)
     found, torn = [], {}

@@ -12,16 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:     # Windows
+    fcntl = None
+
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # the disk's errors, not the network's
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step: 2^64 divided by the golden ratio, made odd
 GPT2_VOCAB = 50257  # the ids of a folder without a record, as nanoGPT leaves it, are GPT-2's
 DATA = Path(__file__).resolve().parent
 
 
-def write_file(path, data):
+def write_file(path, data, ending=".tmp"):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
     or complete, whenever the machine stops. An OSError names the file."""
-    temporary = Path(f"{path}.tmp")  # always the same: what a kill leaves is overwritten by the next try
+    temporary = Path(f"{path}{ending}")  # always the same: what a kill leaves is overwritten by the next try
     try:
         with open(temporary, "wb") as f:
             data(f) if callable(data) else f.write(data)
@@ -44,6 +49,8 @@ def no_pipe(path):
 def open_file(path):
     """A file, open to read its bytes. OSError if that can't be, as for a folder or no_pipe's."""
     no_pipe(path)
+    if os.path.islink(path) and not os.path.exists(path):
+        raise OSError(errno.ENOENT, "a link that leads nowhere", os.fspath(path))
     return open(path, "rb")
 
 
@@ -80,6 +87,22 @@ def made_folder(path):
             with suppress(OSError):     # it is not empty
                 folder.rmdir()
         raise
+
+
+def lock_folder(path):
+    """Keeps other processes that ask for the same out of a folder until this one ends, however it ends. OSError if it
+    can't be opened, BlockingIOError if another has it. (On Windows, and on disks without locks, it does nothing.)"""
+    if fcntl is None:
+        return
+    handle = os.open(path, os.O_RDONLY)     # stays open: closing it would give up the lock
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise BlockingIOError(error.errno, "another command is at work in it; wait for its end, or name another folder",
+                              os.fspath(path)) from None
+    except OSError:
+        return
 
 
 def append_rows(path, rows):

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import fail, mute, tell
-from data.bins import GOLDEN, hash64, load_meta, made_folder, write_file
+from data.bins import GOLDEN, hash64, load_meta, lock_folder, made_folder, write_file
 from data.download import Unavailable, hub_files, tiktoken_files
 from data.reading import KINDS, BadInput, counts, documents, kind_of, local_files, need
 
@@ -271,17 +271,12 @@ def refuse(out_dir, meta, tokens):
 
 
 def hold_folder(out_dir):
-    """Makes the output's folder where there is none, and keeps other prepares out of it until this process ends,
-    however it ends. (On Windows, and on disks without locks, it does not.)"""
+    """Makes the output's folder where there is none, and keeps other prepares out of it."""
     try:
         with made_folder(out_dir):
-            handle = os.open(out_dir, os.O_RDONLY)  # stays open: closing it would give up the lock
-        import fcntl
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_folder(out_dir)
     except BlockingIOError:
         fail(f"--out_dir {out_dir}: another prepare.py is at work in it; wait for its end, or name another folder", 1)
-    except ImportError:
-        return
     except OSError as e:
         if not os.path.isdir(out_dir):  # Path's own fails for a name that is too long
             fail(f"--out_dir {out_dir}: {e.strerror}; name a folder that can be written")

@@ -55,7 +55,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from data.bins import find_folder, made_folder
 from data.corpus import folder_path
-from scripts.common import fail, make_out_folder, must_be_writable, note, one_line_parser, printing, write_result
+from scripts.common import (end_of_links, fail, make_out_folder, must_be_writable, note, one_line_parser, printing,
+                            write_result)
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ['--use_fsdp=False', '--use_ghost=False']       # whatever a config file says
@@ -238,7 +239,9 @@ def profile_step(runner, folder):
     if runner.over or os.environ.get('RANK', '0') != '0':
         return
     path = str(Path(folder, f'{runner.name.replace("+", "_")}_{runner.space["batch_size"]}'))
-    profile.export_chrome_trace(f'{path}.json')
+    for ending in ('.json', '.txt'):
+        must_be_writable(f'{path}{ending}')
+    profile.export_chrome_trace(end_of_links(f'{path}.json'))       # which would put a file in a link's place
     by = f'self_{"cuda" if runner.on_gpu else "cpu"}_time_total'
     table = profile.key_averages().table(by, row_limit=40, max_name_column_width=90)
     write_result(f'{path}.txt', table.encode())
@@ -432,7 +435,7 @@ def make_data(args, config, folder):
                 fail(f'--data: {error.strerror} for 20 GB in {folder}: name a better place, TMPDIR=...')
         Path(folder, 'meta.json').write_text('{"vocab_size": 64}')      # logits of 50,257 would need 2.5 GB
         return folder
-    if all((find_folder(name) / f'{split}.bin').is_file() for split in ('train', 'val')):
+    if all(os.path.lexists(find_folder(name) / f'{split}.bin') for split in ('train', 'val')):
         return name
     note(f"dataset {name} is not prepared: random tokens of GPT-2's vocabulary instead")
     for split in 'train', 'val':

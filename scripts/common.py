@@ -1,6 +1,7 @@
 """What the commands share: lines for the user, arguments, runs that are done again, devices and ranks, pictures."""
 import argparse
 import csv
+import errno
 import hashlib
 import io
 import math
@@ -74,6 +75,21 @@ def printing():
         fail(error, code=1)
 
 
+def end_of_links(path):
+    """The path to write to instead of `path`: what a link leads to, so that the link stays. OSError if links lead in a
+    circle."""
+    end = os.path.realpath(path)
+    if os.path.islink(end):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
+    return end
+
+
+def temporary_ending():
+    """What write_result adds to a name while it writes. Of each process another, so that two commands that write the
+    same file at once don't disturb each other: the last one's stays."""
+    return f'.{os.getpid()}.tmp'
+
+
 def must_be_writable(path, new=False):
     """End with one line, before any work, if no file can be written to `path`; or, if it is to be new, one exists."""
     if not path:
@@ -82,10 +98,27 @@ def must_be_writable(path, new=False):
         fail(f'{path}: exists; choose another FILE or move it away')
     try:
         no_pipe(path)       # write_file would put a file in its place, even of /dev/null
-        open(f'{path}.tmp', 'wb').close()
-        os.remove(f'{path}.tmp')
+        temporary = end_of_links(path) + temporary_ending()
+        open(temporary, 'wb').close()
+        os.remove(temporary)
     except OSError as error:
-        fail(f'{path}: cannot be written: {error.strerror}')
+        link = ''
+        if os.path.islink(path):
+            link = f'; it is a link to {os.readlink(path)}: mend that, or name another file'
+        fail(f'{path}: cannot be written: {error.strerror}{link}')
+
+
+def is_there(path):
+    """Whether anything has this name in its folder, be it a link that leads nowhere or what can't be read. OSError if
+    that can't be known, as where the folder is such a link."""
+    folder = os.path.dirname(path)
+    if os.path.islink(folder) and not os.path.exists(folder):
+        raise OSError(errno.ENOENT, 'a link that leads nowhere: mend that, or move it away', folder)
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def make_out_folder(path, option='--out'):
@@ -112,9 +145,9 @@ def record_of_part(meta):
 
 
 def write_result(path, data):
-    """data.bins.write_file, whose errors name the file: ValueError (one line)."""
+    """data.bins.write_file, of a link to what it leads to; its errors name the file: ValueError (one line)."""
     try:
-        write_file(path, data)
+        write_file(end_of_links(path), data, temporary_ending())
     except OSError as error:
         raise ValueError(f'{path}: cannot be written: {error.strerror}') from None
 
@@ -336,7 +369,7 @@ def find_classifier(config, given, rows):
 
     def find():
         path = Path(out_dir, 'ckpt.pt' if rows else 'best.pt')
-        if not rows or source == 'resume' or (source == 'auto' and path.exists()):
+        if not rows or source == 'resume' or (source == 'auto' and os.path.lexists(path)):
             start = read_full(path)
             if 'labels' not in start:
                 raise ValueError(f'{path} is not a checkpoint of classify.py')
@@ -352,7 +385,7 @@ def find_classifier(config, given, rows):
         path, names, texts, _ = rows['train']
         if source in ('scratch', 'auto'):
             if source == 'auto':    # a run that died before its first checkpoint leaves a log.jsonl alone
-                others = [name for name in OF_A_RUN if name != 'log.jsonl' and Path(out_dir, name).exists()]
+                others = [name for name in OF_A_RUN if name != 'log.jsonl' and os.path.lexists(Path(out_dir, name))]
                 if others and not config['overwrite']:
                     raise ValueError(f'{out_dir} holds {" and ".join(others)}, but no ckpt.pt to go on from: another '
                                      '--out_dir, or delete the earlier run by --overwrite=True')

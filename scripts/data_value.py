@@ -29,8 +29,8 @@ from safetensors import SafetensorError, safe_open
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, made_folder, open_file,
-                       read_file, said)
+from data.bins import (DATA, GPT2_VOCAB, find_bin, find_folder, fingerprint, load_meta, lock_folder, made_folder,
+                       open_file, read_file, said)
 from data.corpus import folder_path, get_tokenizer
 from scripts.common import (fail, literal, load_pyplot, make_out_folder, must_be_one_process, must_be_writable,
                             note, one_line_parser, printing, record_of_part, run_tokens, without, write_csv,
@@ -129,7 +129,7 @@ def hash_of_values(offset, value):
 
 def read_checkpoint_meta(out_dir):
     """What the run's newest checkpoint records of its tokens; {} if there is none. ValueError if it cannot be read."""
-    if not any((out_dir / name).exists() for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
+    if not any(os.path.lexists(out_dir / name) for name in ('ckpt.pt', 'best.pt', 'ckpt_dcp')):
         return {}
     from weights import newest_checkpoint, read_checkpoint, read_progress   # torch takes seconds to import
     newest = newest_checkpoint(out_dir)
@@ -362,7 +362,9 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
     path, dtype, tokens = train
     beside, digest = temporary_of(folder), hashlib.sha256()
     made = beside / 'data'
-    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True, exist_ok=True)
+    lock_folder(beside)     # since main's check another command may have begun
+    shutil.rmtree(made, ignore_errors=True)
 
     def write_kept(file):
         for first in range(0, len(dropped), PART):
@@ -376,7 +378,9 @@ def write_without(folder, train, meta, val, block_size, dropped, rows, why):
             digest.update(content)
             file.write(content)
     try:
-        made.mkdir(parents=True)
+        if os.path.lexists(folder):     # or have ended
+            raise ValueError(f'{folder} is there already; choose another name or delete it')
+        made.mkdir()
         with open(val, 'rb') as source:
             write_result(made / 'val.bin', lambda file: shutil.copyfileobj(source, file))
         write_result(made / 'train.bin', write_kept)
@@ -433,8 +437,11 @@ def main():
         train, meta, val = check_drop(out_dir, config, then, now, offset, number)
         try:
             with made_folder(temporary_of(new)):    # neither is made if the other can't be
+                lock_folder(temporary_of(new))
                 make_out_folder(out)
             shutil.rmtree(temporary_of(new), ignore_errors=True)
+        except BlockingIOError as error:
+            fail(f'--to={args.to}: {error.filename}: {error.strerror}', 1)
         except OSError as error:
             parser.error(f'--to={args.to}: {error.strerror}: name a folder that can be written')
     else:

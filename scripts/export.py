@@ -23,7 +23,8 @@ from pathlib import Path
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-from scripts.common import find_tokenizer, note, one_line_parser, printing     # before torch: it makes Ctrl-C one line
+# before torch: it makes Ctrl-C one line
+from scripts.common import find_tokenizer, note, one_line_parser, printing, write_result
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -162,13 +163,13 @@ def export(src, dst, to):
     try:
         with made_folder(os.path.dirname(os.path.abspath(path))):
             if to == 'full':
-                write_file(path, lambda file: torch.save(ckpt, file))
+                write_result(path, lambda file: torch.save(ckpt, file))
             elif to == 'sharded':
                 write_folder(path, lambda folder: write_sharded(ckpt, folder))
             else:
                 write_folder(path, lambda folder: write_hf(ckpt, folder, tokenizer))
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
-        raise ValueError(f'{path}: cannot be written: {why(error)}') from None
+        raise ValueError(f'{path}: cannot be written: {why(error)}: mend that, or choose another DST') from None
     if problem:
         note(problem)
     return told

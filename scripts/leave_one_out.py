@@ -32,8 +32,9 @@ from data.bins import check_tokens, find_bin, open_file, read_tokens, said, samp
 from data.corpus import folder_path
 from model import GPT, GPTConfig
 from muon import EPS, MOMENTUM, orthogonal, scale_of
-from scripts.common import (choose_device, load_pyplot, lr_at, make_out_folder, must_be_one_process, must_have_memory,
-                            note, one_line_parser, printing, run_tokens, spearman, write_csv, write_picture)
+from scripts.common import (choose_device, is_there, load_pyplot, lr_at, make_out_folder, must_be_one_process,
+                            must_be_writable, must_have_memory, note, one_line_parser, printing, run_tokens, spearman,
+                            write_csv, write_picture)
 from weights import newest_checkpoint, read_checkpoint
 
 KINDS = 'dot', 'update', 'effect'
@@ -247,7 +248,7 @@ def main():
         return torch.from_numpy(read_tokens(train, offsets_of(h), block + 1, vocab)).to(device)
     batch(0)    # if it can't be read, this is the place to say so
     fixed = run / 'grad_dotprods' / 'valset.safetensors'
-    if fixed.exists() and args.windows is None:
+    if args.windows is None and is_there(fixed):
         try:
             open_file(fixed).close()        # safetensors' own errors say less
             windows = load_file(fixed)['tokens']
@@ -266,6 +267,8 @@ def main():
              for name, _ in model.named_parameters()}
     out = args.out or run / 'leave_one_out'
     make_out_folder(out)
+    for ending in ('csv', 'png'):
+        must_be_writable(out / f'step{t}.{ending}')
     if config['dropout'] > 0:
         note('the run has dropout; here there is none')
 

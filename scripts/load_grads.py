@@ -40,6 +40,8 @@ DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF1
 def find_dump(path):
     """The folder of a dump's files: `path` itself, or one of FOLDERS in it. ValueError if there is none."""
     for folder in (path, *(os.path.join(path, name) for name in FOLDERS)):
+        if os.path.islink(folder) and not os.path.exists(folder):
+            raise ValueError(f'{folder}: a link that leads nowhere: mend that, or move it away')
         if os.path.isdir(folder):
             names = os.listdir(folder)
             if '.metadata' in names or any(SAMPLED.fullmatch(name) for name in names):
@@ -58,7 +60,7 @@ def get_checkpoint_metadata(dir):
     holds what torch does not write there.
     """
     folder = find_dump(dir)
-    if os.path.exists(os.path.join(folder, '.metadata')):
+    if os.path.lexists(os.path.join(folder, '.metadata')):
         return read_metadata(folder)
     return sampled_metadata(folder)
 
@@ -106,7 +108,7 @@ def load_pairs(dir, names=None):
     """load_keys with the names: yields (name, gradient)."""
     names = None if names is None else list(names)
     folder, known = find_keys(dir, names)
-    sharded = os.path.exists(os.path.join(folder, '.metadata'))
+    sharded = os.path.lexists(os.path.join(folder, '.metadata'))
     for name in known if names is None else names:      # one that is named twice comes twice
         if sharded:
             yield name, read_tensors(folder, [name])[name]

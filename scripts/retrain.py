@@ -43,12 +43,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, no_pipe, open_file, read_file,
-                       read_tokens, said, sample_offsets)
+from data.bins import (append_rows, find_bin, fingerprint, hash64, load_meta, made_folder, no_pipe, open_file,
+                       read_file, read_tokens, said, sample_offsets)
 from data.corpus import folder_path, start_worker, without_ctrl_c
 from model import GPT, GPTConfig
-from scripts.common import (bootstrap, lr_at, must_be_one_process, must_have_memory, note, one_line_parser, printing,
-                            run_tokens, spearman, without)
+from scripts.common import (bootstrap, is_there, lr_at, must_be_one_process, must_have_memory, note, one_line_parser,
+                            printing, run_tokens, spearman, without)
 from scripts.data_value import by_window, files_of, hash_of_values, read_ghost
 from weights import newest_checkpoint, read_checkpoint
 
@@ -252,12 +252,17 @@ def finished(out_dir, tasks, val, offsets, jobs):
 
 
 def json_lines(path):
-    """The objects of a file's lines; what is none, as a line that a kill has cut, is passed over. [] without a file."""
-    found = []
-    if path.is_file():
-        for line in path.read_text(encoding='utf-8', errors='replace').splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
+    """The objects of a file's lines; what is none, as a line that a kill has cut, is passed over. [] without a file;
+    ValueError (one line) if it is there but can't be read."""
+    content, found = b'', []
+    try:
+        if is_there(path):
+            content = read_file(path)
+    except OSError as error:
+        raise ValueError(f'{path}: cannot be read: {said(error)}: mend that, or move it away') from None
+    for line in content.decode(errors='replace').splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
     return [row for row in found if isinstance(row, dict)]
 
 
@@ -275,9 +280,13 @@ def do_all(out_dir, tasks, config, steps, val, offsets, jobs):
     """{task: its row of losses.jsonl} of tasks (what, number): dicts with loss, over the windows of val at offsets, and
     gap, far_from_log's. Each is appended to losses.jsonl as soon as it is there, and none is done twice."""
     path = out_dir / 'retrain' / 'losses.jsonl'
-    path.parent.mkdir(exist_ok=True)
-    no_pipe(path)
-    open(path, 'ab').close()        # if it can't be written, this is the place to say so
+    try:        # if it can't be written, this is the place to say so
+        with made_folder(path.parent):
+            no_pipe(path)
+            open(path, 'ab').close()
+    except OSError as error:
+        raise ValueError(f'{path}: cannot be written: {error.strerror}: mend that, or move what is there '
+                         'away') from None
     keys = {what: key_of(out_dir, what, config, steps, val, offsets) for what, _ in tasks}
     done = {}
     for row in json_lines(path):
@@ -323,6 +332,7 @@ def score(out_dir, config, steps, halves, windows, val_dataset, jobs):
     must_have_memory(halves * (2000 + 10 * len(offset)), f'--halves={halves}')
     kinds = {'value': value, 'loss': loss}      # the second, a window's own mean loss, is what a value has to beat
     tasks = [('half', number) for number in range(-1, halves)]
+    json_lines(out_dir / 'log.jsonl')       # if it can't be read, this is the place to say so
     trained = do_all(out_dir, tasks, config, steps, val, at, jobs)
     real = np.array([trained['half', number]['loss'] for number in range(halves)])
     left_out = np.array([~kept_in(half, offset // config['block_size']) for half in range(halves)])  # (halves, windows)

@@ -126,8 +126,9 @@ def tree(folder):
     found = {}
     for here, folders, files in os.walk(folder):
         for name in folders + files:
-            s = os.stat(os.path.join(here, name))
-            found[os.path.relpath(os.path.join(here, name), folder)] = s.st_size, s.st_mtime_ns, s.st_ino
+            path = os.path.join(here, name)
+            s = os.stat(path, follow_symlinks=os.path.exists(path))     # a link may lead nowhere
+            found[os.path.relpath(path, folder)] = s.st_size, s.st_mtime_ns, s.st_ino
     return found
 
 

@@ -61,6 +61,10 @@ def figures(tmp_path):
 def test_modes_and_peer_take_turns_on_the_same_batches(bench, fork, tmp_path):
     (tmp_path / 'peer').mkdir()
     (tmp_path / 'peer' / 'model.py').write_text(PEER)
+    (tmp_path / 'traces').mkdir()
+    for link, to in (('figures.json', 'real.json'), ('traces/plain_4.json', 'trace.json')):
+        (tmp_path / to).touch()
+        (tmp_path / link).symlink_to(tmp_path / to)
     out = bench('--modes=plain,ghost', f'--peer={tmp_path}/peer', '--json=figures.json', '--profile=traces').out
     rows = figures(tmp_path)
     assert [r['name'] for r in rows] == ['plain', 'peer', 'plain+ghost']
@@ -76,6 +80,7 @@ def test_modes_and_peer_take_turns_on_the_same_batches(bench, fork, tmp_path):
         name = r['name'].replace('+', '_') + '_4'
         assert json.loads((tmp_path / 'traces' / f'{name}.json').read_text())['traceEvents']
         assert 'aten::' in (tmp_path / 'traces' / f'{name}.txt').read_text()
+    assert all((tmp_path / link).is_symlink() for link in ('figures.json', 'traces/plain_4.json'))
     assert not (tmp_path / 'out').exists()
 
     # what train.py itself would read: the samples of steps 1, 2, ... in order, whole windows of the dataset

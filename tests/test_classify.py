@@ -311,6 +311,11 @@ def test_what_a_run_goes_on_from(run, data, tmp_path):
     with open(tmp_path / 'rows' / 'train.csv', 'a') as file:
         file.write('dog,1,animal\n')
     assert '41 rows in train, now it would be 42' in run(tmp_path, *again, f'--dataset={tmp_path / "rows"}', rc=2)
+    (tmp_path / 'out' / 'ckpt.pt').rename(tmp_path / 'ckpt.pt')
+    (tmp_path / 'out' / 'ckpt.pt').symlink_to('nowhere')
+    line = run(tmp_path, '--out_dir=out', '--init_from=auto', '--overwrite=True', rc=2)
+    assert 'out/ckpt.pt: a link that leads nowhere' in line
+    (tmp_path / 'ckpt.pt').replace(tmp_path / 'out' / 'ckpt.pt')
     (tmp_path / 'out' / 'best.pt').rename(tmp_path / 'best.pt')
     assert 'best.pt is missing' in run(tmp_path, *again, rc=2)
     (tmp_path / 'out' / 'ckpt.pt').rename(tmp_path / 'out' / 'best.pt')

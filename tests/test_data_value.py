@@ -371,6 +371,19 @@ def test_drop(tmp_path, command, capsys, monkeypatch):
         broken.setattr(script, 'write_csv', full_disk)
         assert command(run, '--drop=0.67', f'--to={new}') == 'no space left'
     assert not new.exists() and not (tmp_path / '.new.tmp').exists()
+
+    line = []
+
+    def while_another(path, *args):
+        if path.name == 'dropped.csv':
+            line.append(command(run, '--drop=0.67', f'--to={new}').splitlines()[-1])
+        write_csv(path, *args)
+    write_csv = script.write_csv
+    with monkeypatch.context() as patch:
+        patch.setattr(script, 'write_csv', while_another)
+        command(run, '--drop=0.67', f'--to={new}')
+    assert len(line) == 1 and '.new.tmp: another command is at work in it; wait' in line[0]
+    shutil.rmtree(new)
     command(run, '--drop=0.67', f'--to={new}')
     told = capsys.readouterr()
     assert 'left out 2 of 6 samples' in told.err

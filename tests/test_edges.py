@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ENV, ROOT
@@ -134,10 +135,14 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     with pytest.raises(SystemExit):
         must_be_writable(tmp_path / 'ckpt.pt')      # nor replaced by a file
     os.remove(tmp_path / 'ckpt.pt')     # nor is anything else in its place passed over
-    (tmp_path / 'ckpt.pt').symlink_to('nowhere')
-    with pytest.raises(ValueError, match='a link that leads nowhere'):
-        newest_that_loads(tmp_path)
-    os.remove(tmp_path / 'ckpt.pt')
+    for name in ('ckpt.pt', 'ckpt_dcp'):
+        (tmp_path / name).symlink_to('nowhere')
+        with pytest.raises(ValueError, match=f'{name}: a link that leads nowhere'):
+            newest_that_loads(tmp_path)
+        if name == 'ckpt_dcp':
+            with pytest.raises(ValueError, match='ckpt_dcp: a run writes a folder of this name'):
+                checkpoint.check_out_dir(str(tmp_path), ['grad_dotprods'])
+        os.remove(tmp_path / name)
     (tmp_path / 'ckpt.pt').mkdir()
     with pytest.raises(ValueError, match='a folder, not a file'):
         newest_that_loads(tmp_path)
@@ -172,6 +177,68 @@ def test_folders_that_can_not_be_made(tmp_path, capsys):
                 make(tmp_path / name)
             assert line in capsys.readouterr().err + str(getattr(error.value, 'strerror', error.value))
             assert sorted(os.listdir(tmp_path)) == ['file', 'link']
+
+
+def test_what_a_link_leads_to_is_written(tmp_path, monkeypatch, capsys):
+    links = {'to_a_file': 'file', 'to_a_new_one': 'new', 'to_no_folder': 'no/x', 'around': 'and_around',
+             'and_around': 'around'}
+    for name, to in links.items():
+        (tmp_path / name).symlink_to(to)
+    (tmp_path / 'file').write_text('before')
+    for name, to in (('to_a_file', 'file'), ('to_a_new_one', 'new')):
+        must_be_writable(tmp_path / name)
+        common.write_result(tmp_path / name, b'after')
+        assert (tmp_path / to).read_bytes() == b'after'
+    for name, what in (('to_no_folder', 'No such file or directory; it is a link to no/x'), ('around', 'symbolic')):
+        monkeypatch.setattr(sys, 'argv', ['bench.py', f'--json={tmp_path / name}'])
+        for write in (bench.parse, lambda: must_be_writable(tmp_path / name)):
+            with pytest.raises(SystemExit):
+                write()
+            told = capsys.readouterr().err
+            assert f'{name}: cannot be written: ' in told and what in told and told.count('\n') == 1
+        with pytest.raises(ValueError, match='cannot be written'):
+            common.write_result(tmp_path / name, b'')
+    assert all(os.readlink(tmp_path / name) == to for name, to in links.items())
+    assert sorted(os.listdir(tmp_path)) == sorted([*links, 'file', 'new'])
+
+
+def test_two_commands_may_write_one_file_at_once(tmp_path, monkeypatch):
+    """Each writes its own temporary file, so the file is whole and of one of them, and neither ends in an error."""
+    path = tmp_path / 'x.csv'
+
+    def meanwhile(file):
+        file.write(b'one, ')
+        with monkeypatch.context() as other:
+            other.setattr(os, 'getpid', lambda: 2)
+            must_be_writable(path)
+            common.write_result(path, b'two')
+        assert path.read_bytes() == b'two'
+        file.write(b'whole')
+    common.write_result(path, meanwhile)
+    assert path.read_bytes() == b'one, whole' and os.listdir(tmp_path) == ['x.csv']
+
+
+def test_a_link_that_leads_nowhere_is_not_taken_for_nothing(tmp_path, capsys):
+    for name in ('log.jsonl', 'train.bin', 'val.bin', 'ckpt.pt', 'sharded'):
+        (tmp_path / name).symlink_to('nowhere')
+    assert retrain.json_lines(tmp_path / 'absent.jsonl') == []
+    for read in (lambda: retrain.json_lines(tmp_path / 'log.jsonl'), lambda: load_grads.find_dump(tmp_path)):
+        with pytest.raises(ValueError, match='(log.jsonl|sharded): .*: mend that, or move it away'):
+            read()
+    (tmp_path / '.metadata').symlink_to('nowhere')
+    with pytest.raises(ValueError, match='has no .metadata'):
+        load_grads.get_checkpoint_metadata(tmp_path)
+    of_bench = bench.make_data(SimpleNamespace(data=False), {'dataset': str(tmp_path)}, '/random')
+    assert of_bench == str(tmp_path)        # train.py says what is wrong with it
+    assert data_value.read_metas(tmp_path, tmp_path) == [{}, {}]
+    assert 'ckpt.pt: a link that leads nowhere' in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_retrains_folder(tmp_path):
+    (tmp_path / 'retrain').touch()
+    with pytest.raises(ValueError, match='retrain is no folder: mend that, or move what is there away'):
+        retrain.do_all(tmp_path, [], {}, 0, None, None, 1)
+    assert os.listdir(tmp_path) == ['retrain']
 
 
 @pytest.mark.parametrize('main, args, line', [

@@ -372,7 +372,8 @@ def test_errors_are_one_line_and_write_nothing(tmp_path):
             line = export(src, dst / 'deeper', f'--to={to}', rc=1)
         assert line.startswith(f'export.py: {dst / "deeper"}') and 'cannot be written: ' in line, line
         where = src / 'x'  # below a file
-        assert export(src, where, f'--to={to}', rc=1).startswith(f'export.py: {where}'), to
+        line = export(src, where, f'--to={to}', rc=1)
+        assert line.startswith(f'export.py: {where}') and 'is no folder: mend that, or choose another DST' in line
     assert sorted(os.listdir(tmp_path)) == ['bad.pt', 'src.pt']
 
     export(src, dst, '--to=sharded')

@@ -123,6 +123,13 @@ def test_against_a_run(tmp_path, fork):
                        (['before', '--windows=0'], '--windows=0'), (['before', '--out='], '--out'),
                        (['run'], 'valset.safetensors: torn')):
         assert what in fork(tmp_path, *args, script=SCRIPT, tiny_args=False, rc=None).err
+    valset.rename(tmp_path / 'valset')      # what can't be read is not passed over for other windows
+    valset.symlink_to('nowhere')
+    assert '(a link that leads nowhere); --win' in fork(tmp_path, 'run', script=SCRIPT, tiny_args=False, rc=2)
+    valset.parent.rename(tmp_path / 'ghost')
+    valset.parent.symlink_to('nowhere')
+    assert 'grad_dotprods: a link that leads now' in fork(tmp_path, 'run', script=SCRIPT, tiny_args=False, rc=1).err
+    valset.parent.unlink(), (tmp_path / 'ghost').rename(valset.parent), (tmp_path / 'valset').replace(valset)
     inside = tmp_path / 'run' / 'ckpt_dcp'      # from there, a checkpoint's name alone leads to its run too
     whole = read_checkpoint(str(tmp_path / 'run'))
     (inside / 'step_7').mkdir(parents=True)
