@@ -326,8 +326,7 @@ def check_out_dir(out_dir, leftovers):
         for path in (Path(out_dir, name) for name in (*OF_A_RUN, 'config.json', 'lock') if name not in leftovers):
             is_folder = path.name not in ('ckpt.pt', 'best.pt', 'log.jsonl', 'config.json', 'lock')
             right = os.path.isdir(path) if is_folder else os.path.isfile(path)      # not a pipe either
-            there = os.path.lexists(path) if is_folder else os.path.exists(path)    # a link may lead to a new file
-            if there and not right:
+            if os.path.lexists(path) and not right:     # nor a link that leads nowhere
                 raise ValueError(f'{path}: a run writes a {"folder" if is_folder else "file"} of this name: move what '
                                  'is there away')
         try:

@@ -26,7 +26,7 @@ DATA = Path(__file__).resolve().parent
 def write_file(path, data, ending=".tmp"):
     """Writes bytes, or what the function `data` writes into the open file, so that `path` is either absent, as before,
     or complete, whenever the machine stops. An OSError names the file."""
-    temporary = Path(f"{path}{ending}")  # always the same: what a kill leaves is overwritten by the next try
+    temporary = Path(f"{path}{ending}")  # with the same ending the next try overwrites what a kill leaves
     try:
         with open(temporary, "wb") as f:
             data(f) if callable(data) else f.write(data)

@@ -77,11 +77,16 @@ def printing():
 
 def end_of_links(path):
     """The path to write to instead of `path`: what a link leads to, so that the link stays. OSError if links lead in a
-    circle."""
-    end = os.path.realpath(path)
-    if os.path.islink(end):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
-    return end
+    circle, or to a process's open file, as /dev/stdout does: another file would take its place."""
+    end = os.path.abspath(path)
+    for _ in range(40):
+        folder = os.path.realpath(os.path.dirname(end))
+        if folder.startswith('/proc/'):
+            raise OSError(errno.EINVAL, 'an open file of a process; name a file', os.fspath(path))
+        if not os.path.islink(end):
+            return end
+        end = os.path.join(folder, os.readlink(end))
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fspath(path))
 
 
 def temporary_ending():
@@ -214,10 +219,13 @@ def lr_at(config, step):
     if step >= end:
         return lowest
     way = (step - warmup) / (end - warmup)
-    if config.get('decay', 'cosine') == 'cosine':       # older runs lack the setting
+    decay = config.get('decay', 'cosine')       # older runs lack the setting
+    if decay == 'cosine':
         height = (1 + math.cos(math.pi * way)) / 2
-    else:
+    elif decay == 'wsd':
         height = min(1, (1 - way) / 0.4)
+    else:
+        raise ValueError(f'decay={decay!r} is not known to lr_at in scripts/common.py: give it a branch there')
     return lowest + (highest - lowest) * height
 
 

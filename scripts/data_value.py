@@ -313,6 +313,8 @@ def new_folder(name):
     for there in (folder, find_folder(name)):
         if os.path.lexists(there):
             raise ValueError(f'--to={name}: {there} is there already; choose another name or delete it')
+    if temporary_of(folder).is_symlink():
+        raise ValueError(f'--to={name}: {temporary_of(folder)} is a link, where a folder is to be made; move it away')
     return folder
 
 
@@ -431,6 +433,8 @@ def main():
         if number == 0:
             parser.error(f'--drop={args.drop} of {len(offset):,} scored windows is less than one: a larger share')
         new = new_folder(args.to)
+        if new.resolve() in (out.resolve(), *out.resolve().parents):
+            parser.error(f'--out={out} lies in --to={args.to}, which is written last; name another folder')
         find_bin(config['dataset'], 'train')    # if it cannot be read, this is the one line, without read_metas' note
     then, now = read_metas(out_dir, folder)
     if args.to:

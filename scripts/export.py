@@ -23,8 +23,7 @@ from pathlib import Path
 
 if __name__ == '__main__':  # the repository's folder in place of scripts/, whose names would shadow packages
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-# before torch: it makes Ctrl-C one line
-from scripts.common import find_tokenizer, note, one_line_parser, printing, write_result
+from scripts.common import find_tokenizer, note, one_line_parser, printing     # before torch: it makes Ctrl-C one line
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -163,7 +162,7 @@ def export(src, dst, to):
     try:
         with made_folder(os.path.dirname(os.path.abspath(path))):
             if to == 'full':
-                write_result(path, lambda file: torch.save(ckpt, file))
+                write_file(path, lambda file: torch.save(ckpt, file))
             elif to == 'sharded':
                 write_folder(path, lambda folder: write_sharded(ckpt, folder))
             else:

@@ -335,6 +335,11 @@ def test_drop_checks_all_before_it_writes(tmp_path, command):
     refuses('--to=', 'usage', to='')
     for there in (data, run, tmp_path, '.', '..', tmp_path / 'link'):
         refuses('is there already', to=there)
+    assert 'lies in --to' in command(run, '--drop=0.5', f'--to={new}', f'--out={new / "values"}')
+    os.symlink(tmp_path / 'data', tmp_path / '.new.tmp')
+    assert 'is a link, where a folder' in command(run, '--drop=0.5', f'--to={new}')
+    os.remove(tmp_path / '.new.tmp')
+    assert sorted(tmp_path.rglob('*')) == before
     for wrong, what in ((-8, 'iter_000002'), (3, 'between multiples'), (64, 'no window at')):
         change(run, lambda columns: columns['offset'].put(0, wrong))
         refuses(what)

@@ -143,6 +143,10 @@ def test_a_pipe_is_not_waited_for(tmp_path):
             with pytest.raises(ValueError, match='ckpt_dcp: a run writes a folder of this name'):
                 checkpoint.check_out_dir(str(tmp_path), ['grad_dotprods'])
         os.remove(tmp_path / name)
+    (tmp_path / 'log.jsonl').symlink_to('nowhere/log.jsonl')
+    with pytest.raises(ValueError, match='log.jsonl: a run writes a file of this name'):
+        checkpoint.check_out_dir(str(tmp_path), ['grad_dotprods'])
+    os.remove(tmp_path / 'log.jsonl')
     (tmp_path / 'ckpt.pt').mkdir()
     with pytest.raises(ValueError, match='a folder, not a file'):
         newest_that_loads(tmp_path)
@@ -200,6 +204,13 @@ def test_what_a_link_leads_to_is_written(tmp_path, monkeypatch, capsys):
             common.write_result(tmp_path / name, b'')
     assert all(os.readlink(tmp_path / name) == to for name, to in links.items())
     assert sorted(os.listdir(tmp_path)) == sorted([*links, 'file', 'new'])
+    with open(tmp_path / 'file', 'ab') as opened:       # as `> file` does it, and then --out=/dev/stdout
+        (tmp_path / 'opened').symlink_to(f'/dev/fd/{opened.fileno()}')
+        for name in (tmp_path / 'opened', f'/dev/fd/{opened.fileno()}', f'/proc/self/fd/{opened.fileno()}'):
+            with pytest.raises(SystemExit):
+                must_be_writable(name)
+            assert 'an open file of a process; name a file' in capsys.readouterr().err
+    assert (tmp_path / 'file').read_bytes() == b'after'
 
 
 def test_two_commands_may_write_one_file_at_once(tmp_path, monkeypatch):

@@ -876,6 +876,8 @@ def test_warmup_stable_decay(fork, tmp_path):
     assert rates == [lr_at(config, i) for i in range(15)]
     del config['decay']     # a run from before the setting: cosine
     assert lr_at(config, 7) == pytest.approx(1e-4 + 9e-4 / 2)
+    with pytest.raises(ValueError, match="decay='linear' is not known to lr_at in scripts/common.py"):
+        lr_at({**config, 'decay': 'linear'}, 7)     # of a fork, whose train.py alone has it
 
 
 def test_constant_and_scaled_learning_rate(fork, tmp_path):
