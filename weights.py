@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from configurator import tell
-from data.bins import check_meta, check_pickle, open_file, read_file, said
+from data.bins import check_meta, check_pickle, leads_nowhere, open_file, read_file, said
 from model import GPT, GPTConfig
 
 
@@ -66,7 +66,7 @@ def newest_that_loads(out_dir):
             raise ValueError(f'{path}: a folder, not a file: mend that, or move it away')
     folder = Path(out_dir, 'ckpt_dcp')
     for path in (*paths, folder):
-        if os.path.islink(path) and not path.exists():
+        if leads_nowhere(path):
             raise ValueError(f'{path}: a link that leads nowhere: mend that, or move it away')
     steps = [folder / name for name in glob.glob('step_*', root_dir=folder) if re.fullmatch(r'step_\d+', name)]
     steps.sort(key=lambda path: int(path.name[5:]), reverse=True)

@@ -46,10 +46,15 @@ def no_pipe(path):
         raise OSError(errno.EINVAL, "a pipe or a device, not a file", os.fspath(path))
 
 
+def leads_nowhere(path):
+    """Whether this is a link to what is not there."""
+    return os.path.islink(path) and not os.path.exists(path)
+
+
 def open_file(path):
     """A file, open to read its bytes. OSError if that can't be, as for a folder or no_pipe's."""
     no_pipe(path)
-    if os.path.islink(path) and not os.path.exists(path):
+    if leads_nowhere(path):
         raise OSError(errno.ENOENT, "a link that leads nowhere", os.fspath(path))
     return open(path, "rb")
 

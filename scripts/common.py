@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from configurator import broken, fail, mute, tell, under_torchrun
-from data.bins import find_bin, find_folder, fingerprint, load_meta, made_folder, no_pipe, said, write_file
+from data.bins import (find_bin, find_folder, fingerprint, leads_nowhere, load_meta, made_folder, no_pipe, said,
+                       write_file)
 from data.corpus import get_tokenizer
 
 
@@ -117,7 +118,7 @@ def is_there(path):
     """Whether anything has this name in its folder, be it a link that leads nowhere or what can't be read. OSError if
     that can't be known, as where the folder is such a link."""
     folder = os.path.dirname(path)
-    if os.path.islink(folder) and not os.path.exists(folder):
+    if leads_nowhere(folder):
         raise OSError(errno.ENOENT, 'a link that leads nowhere: mend that, or move it away', folder)
     try:
         os.lstat(path)

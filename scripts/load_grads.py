@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch.distributed.checkpoint import metadata
 
-from data.bins import open_file, said
+from data.bins import leads_nowhere, open_file, said
 from scripts.common import literal, load_pyplot, must_be_writable, printing, write_picture, write_result
 from weights import read_metadata, read_tensors
 
@@ -40,7 +40,7 @@ DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF1
 def find_dump(path):
     """The folder of a dump's files: `path` itself, or one of FOLDERS in it. ValueError if there is none."""
     for folder in (path, *(os.path.join(path, name) for name in FOLDERS)):
-        if os.path.islink(folder) and not os.path.exists(folder):
+        if leads_nowhere(folder):
             raise ValueError(f'{folder}: a link that leads nowhere: mend that, or move it away')
         if os.path.isdir(folder):
             names = os.listdir(folder)

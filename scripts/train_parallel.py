@@ -211,7 +211,8 @@ positions = torch.arange(block_size, device=device)
 if context_parallel > 1:
     pieces = positions.chunk(2 * context_parallel)
     pieces = pieces[context_rank], pieces[-1 - context_rank]
-    causal_masks = [causal_lower_right(len(piece), int(piece[-1]) + 1) for piece in pieces]     # the last sees all
+    # not in attend_to_all_ranks: within selective recomputation torch can not make them
+    causal_masks = [causal_lower_right(len(piece), int(piece[-1]) + 1) for piece in pieces]
     positions = torch.cat(pieces)                                               # (T,), T = block_size / context
 
 def read_windows(split, offsets):
@@ -248,7 +249,7 @@ def attend_to_all_ranks(q, k, v, dropout_p):
     k, v = in_order.movedim(0, 3).flatten(3, 4)                                     # (B,H,block_size,D) each
     parts = []
     for part, mask in zip(q.chunk(2, 2), causal_masks):
-        seen = mask.seq_len_kv      # tokens up to the end of this piece
+        seen = mask.seq_len_kv      # tokens up to the end of this piece, which its last one sees all
         parts.append(F.scaled_dot_product_attention(part, k[:, :, :seen], v[:, :, :seen], mask, dropout_p))
     return torch.cat(parts, 2)
 
